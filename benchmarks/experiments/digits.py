@@ -1,8 +1,8 @@
 """Train a small convolutional network on real handwritten digits, with and without GPipe."""
 
+import math
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from benchmarks.harness.charts import Curves
 from benchmarks.harness.memory import peak_memory
 from benchmarks.harness.options import choose_devices
-from benchmarks.harness.report import machine, output_option
+from benchmarks.harness.report import Part, Rows, Section, output_option
+from benchmarks.harness.timing import one_thread
 from torchgpipe import GPipe
 from torchgpipe.base.devices import accelerators, is_cpu, memory_of
-from torchgpipe.base.errors import table
 from torchgpipe.plan import plan
 from torchgpipe.schedule import NAMES
 from torchgpipe.schedule.generators import PLAIN_CALL
@@ -48,11 +49,11 @@ def load() -> Data:
     from sklearn.model_selection import train_test_split
 
     images, labels = load_digits(return_X_y=True)
+    images = torch.from_numpy(images).float().view(-1, 1, 8, 8) / 16
+    labels = torch.from_numpy(labels)
     split = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
-    x, test_x, y, test_y = (torch.from_numpy(part) for part in split)
-    return Data(
-        (x.float().view(-1, 1, 8, 8) / 16, y), (test_x.float().view(-1, 1, 8, 8) / 16, test_y)
-    )
+    x, test_x, y, test_y = split
+    return Data((x, y), (test_x, test_y))
 
 
 def network() -> nn.Sequential:
@@ -82,10 +83,10 @@ class Training:
 
     Args:
         model: The model.
-        devices: Where its input goes, and where its output comes from.
-        threads: So many.
-        schedule: By which it takes steps; otherwise it is called.
-        steps: How many steps there will be.
+        devices: The devices, of which the first one has the input and the last one the output.
+        threads: The number of threads.
+        steps: The number of steps.
+        schedule: The schedule of a step; ``None`` for the plain call.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class Training:
         steps: int,
         schedule: str | None = None,
     ) -> None:
-        self._model, self._devices, self._schedule = model, devices, schedule
+        self._model = model
+        self._devices = devices
         self._threads = threads
+        self._schedule = schedule
         self._optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
         self._rates = torch.optim.lr_scheduler.OneCycleLR(self._optimizer, 0.2, total_steps=steps)
         self._losses: list[float] = []
@@ -118,11 +121,11 @@ class Training:
     def _step(self, image: Tensor, label: Tensor) -> float:
         self._optimizer.zero_grad()
         image, label = image.to(self._devices[0]), label.to(self._devices[-1])
-        if self._schedule is not None:
+        if self._schedule is None:
+            loss = F.cross_entropy(self._model(image), label)
+            loss.backward()
+        else:
             loss = self._model.step(image, label, F.cross_entropy, schedule=self._schedule)
-            return loss.item()  # type: ignore[no-any-return]
-        loss = F.cross_entropy(self._model(image), label)
-        loss.backward()
         return loss.item()
 
     def result(self, data: Data) -> Curve:
@@ -150,35 +153,6 @@ def train(trainings: dict[str, Training], data: Data, epochs: int) -> dict[str, 
     return {name: training.result(data) for name, training in trainings.items()}
 
 
-def draw(results: dict[str, Curve], path: Path) -> None:
-    """Draw the loss curves, smoothed over ten steps, and bars of time and memory beside them."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.5), layout='constrained')
-    curves, times, memory = figure.subplots(1, 3, width_ratios=[3, 1, 1])
-    colors = ['#3b6fb6', '#8fb0dc', '#e3a08a', '#d1603d'][: len(results)]
-    for color, (name, result) in zip(colors, results.items()):
-        losses = torch.tensor(result.losses)
-        smooth = F.avg_pool1d(F.pad(losses[None, None], (9, 0), 'replicate'), 10, 1)[0, 0]
-        curves.plot(smooth, color=color, label=f'{name}: {result.accuracy:.2%} on the test set')
-    curves.set(
-        xlabel='step',
-        ylabel='training loss',
-        yscale='log',
-        title='Handwritten digits: the same training, run in several ways',
-    )
-    curves.legend()
-    curves.grid(alpha=0.3)
-    for axes, title, values in (
-        (times, 'ms per step', [training.seconds * 1e3 for training in results.values()]),
-        (memory, 'peak memory, MiB', [training.memory / 2**20 for training in results.values()]),
-    ):
-        bars = axes.bar([*range(len(values))], values, color=colors)
-        axes.bar_label(bars, fmt='%.3g')
-        axes.set(title=title, xticks=[])
-    figure.savefig(path, dpi=120)
-
-
 def parse_balance(context: Any, parameter: Any, value: str | None) -> list[int] | None:
     """Read a balance like 7,8."""
     try:
@@ -188,7 +162,7 @@ def parse_balance(context: Any, parameter: Any, value: str | None) -> list[int] 
 
 
 class Choice(NamedTuple):
-    """How the pipeline is run, and whether a plan says so."""
+    """The options of the pipeline, and whether they are from a plan."""
 
     schedule: str
     balance: list[int]
@@ -207,58 +181,60 @@ def choose(
 ) -> Choice:
     """Return the options of the pipeline: from a plan, except for the user's choices."""
     if balance is not None:
-        places = choose_devices(len(balance), None if schedule == PLAIN_CALL else schedule)
+        devices = choose_devices(len(balance), None if schedule == PLAIN_CALL else schedule)
         return Choice(
-            schedule or '1f1b', balance, places, chunks or 4, checkpoint or 'never', False
+            schedule or '1f1b', balance, devices, chunks or 4, checkpoint or 'never', planned=False
         )
-    devices = choose_devices(min(max(len(accelerators()), 2), 4))
     fastest = plan(
         network(),
         data.train[0][:BATCH],
-        devices=list(dict.fromkeys(devices)),
+        devices=list(dict.fromkeys(choose_devices(min(max(len(accelerators()), 2), 4)))),
         param_scale=3,
         schedules=[schedule] if schedule else (PLAIN_CALL, *NAMES),
         chunks=None if chunks is None else [chunks],
         checkpoints=[checkpoint] if checkpoint else ('never', 'except_last', 'always'),
     )
+    devices = [torch.device(device) for device in fastest.devices]
     return Choice(
         fastest.schedule,
         [*fastest.balance],
-        [*map(torch.device, fastest.devices)],
+        devices,
         fastest.chunks,
         fastest.checkpoint,
-        True,
+        planned=True,
     )
 
 
 def contenders(choice: Choice, threads: int, steps: int) -> dict[str, Training]:
     """Return the trainings, by name."""
 
-    def piped() -> GPipe:
+    def unwrapped(number: int) -> Training:
         torch.manual_seed(0)
-        return GPipe(
+        device = memory_of(choice.devices[0])
+        return Training(network().to(device), [device], number, steps)
+
+    def piped(*schedule: str) -> Training:
+        torch.manual_seed(0)
+        model = GPipe(
             network(),
             choice.balance,
-            devices=devices,
+            devices=choice.devices,
             chunks=choice.chunks,
             checkpoint=choice.checkpoint,
             deferred_batch_norm=True,
         )
+        return Training(model, choice.devices, 1, steps, *schedule)
 
-    devices = choice.devices
-    first = [memory_of(devices[0])]
     trainings = {}
-    for number in sorted({threads, 1}, reverse=True) if is_cpu(devices[0]) else [threads]:
-        torch.manual_seed(0)
-        name = f'unwrapped, {number} thread{"s" * (number > 1)}'
-        trainings[name if is_cpu(devices[0]) else 'unwrapped'] = Training(
-            network().to(first[0]), first, number, steps
-        )
-    trainings['GPipe, plain call'] = Training(piped(), devices, 1, steps)
+    if is_cpu(choice.devices[0]):
+        if threads > 1:
+            trainings[f'unwrapped, {threads} threads'] = unwrapped(threads)
+        trainings['unwrapped, 1 thread'] = unwrapped(1)
+    else:
+        trainings['unwrapped'] = unwrapped(threads)
+    trainings['GPipe, plain call'] = piped()
     if choice.schedule != PLAIN_CALL:
-        trainings[f'GPipe, {choice.schedule}'] = Training(
-            piped(), devices, 1, steps, choice.schedule
-        )
+        trainings[f'GPipe, {choice.schedule}'] = piped(choice.schedule)
     return trainings
 
 
@@ -310,67 +286,88 @@ def digits(
     The partitions are on all accelerators, or else on cpu:0 and cpu:1, which have a thread each.
     The unwrapped model has as many threads as there are, and then one.
     """
-    folder, threads = output_folder(output), torch.get_num_threads()
+    folder = output_folder(output)
+    threads = torch.get_num_threads()
     data = load()
-    torch.set_num_threads(1)  # each worker's number, for the plan
+    steps = epochs * math.ceil(len(data.train[0]) / BATCH)
     try:
-        choice = choose(data, balance, chunks, checkpoint, schedule)
-        trainings = contenders(choice, threads, epochs * -(-len(data.train[0]) // BATCH))
+        with one_thread():  # as each worker has, for the plan
+            choice = choose(data, balance, chunks, checkpoint, schedule)
+            trainings = contenders(choice, threads, steps)
     except ValueError as error:
         raise click.ClickException(str(error).splitlines()[0]) from None
-    finally:
-        torch.set_num_threads(threads)
-    results = train(trainings, data, epochs)
+    curves = train(trainings, data, epochs)
     torch.set_num_threads(threads)
-    draw(results, folder / 'digits.png')
-    print_results(results, choice, threads)
-    click.echo(f'loss curves, times, memory: {folder / "digits.png"}')
+    results = {
+        'choice': {**choice._asdict(), 'devices': [str(device) for device in choice.devices]},
+        'threads': threads,
+        'curves': {name: curve._asdict() for name, curve in curves.items()},
+    }
+    SECTION.publish(results, folder)
 
 
-def print_results(results: dict[str, Curve], choice: Choice, threads: int) -> None:
-    """Print the table, and the machine of the measurement."""
-    computer = machine()
-    hardware = ', '.join(computer['gpus']) or computer['cpu']
-    click.echo(f'torch {computer["torch"]}, {hardware}, {computer["date"]}')
-    chosen = ', by a plan' if choice.planned else ''
-    click.echo(
-        f'GPipe on {", ".join(map(str, choice.devices))}{chosen}: balance '
-        f'{choice.balance}, {choice.chunks} chunks, checkpoint '
-        f"'{choice.checkpoint}'\n"
-    )
-    rows = [*results.values()]
-    alone = next((k for k, name in enumerate(results) if name.endswith('1 thread')), 0)
-    click.echo(
-        table(
-            ['', 'test accuracy', 'ms per step', 'times as fast', 'peak memory, MiB'],
+def baseline(results: dict[str, Any]) -> str:
+    """Return the training that the others are compared with: unwrapped, with one thread."""
+    names = [name for name in results['curves'] if name.startswith('unwrapped')]
+    return names[-1]
+
+
+def digit_rows(results: dict[str, Any]) -> Rows:
+    """Return the header and a row for each training."""
+    curves = results['curves']
+    rows = []
+    for name, curve in curves.items():
+        rows.append(
             [
-                [
-                    name,
-                    f'{result.accuracy:.2%}',
-                    f'{result.seconds * 1e3:.1f}',
-                    f'{rows[alone].seconds / result.seconds:.2f}',
-                    f'{result.memory / 2**20:.2f}',
-                ]
-                for name, result in results.items()
-            ],
+                name,
+                f'{curve["accuracy"]:.2%}',
+                f'{curve["seconds"] * 1e3:.1f}',
+                f'{curves[baseline(results)]["seconds"] / curve["seconds"]:.2f}',
+                f'{curve["memory"] / 2**20:.2f}',
+            ]
         )
+    return ['', 'test accuracy', 'ms per step', 'times as fast', 'peak memory, MiB'], rows
+
+
+def panels(results: dict[str, Any]) -> list[Curves]:
+    """Return the losses, smoothed over ten steps, and the time of a step by its memory."""
+    losses, points = {}, {}
+    for name, curve in results['curves'].items():
+        steps = torch.tensor(curve['losses'])
+        smooth = F.avg_pool1d(F.pad(steps[None, None], (9, 0), 'replicate'), 10, 1)[0, 0]
+        losses[name] = range(len(steps)), smooth.tolist()
+        points[name] = [curve['memory'] / 2**20], [curve['seconds'] * 1e3]
+    return [
+        Curves('step', 'training loss', losses, 'y'),
+        Curves('peak memory, MiB', 'ms per step', points),
+    ]
+
+
+def parts(results: dict[str, Any]) -> Iterator[Part]:
+    """Yield the options of the pipeline, the table, and its meaning."""
+    choice = results['choice']
+    by_plan = ', by a plan' if choice['planned'] else ''
+    yield (
+        f'GPipe on {", ".join(choice["devices"])}{by_plan}: balance {choice["balance"]}, '
+        f"{choice['chunks']} chunks, checkpoint '{choice['checkpoint']}'"
     )
-    losses = [torch.tensor(result.losses) for result in rows]
-    differences = torch.stack([(curve - losses[0]).abs() for curve in losses[1:]])
-    click.echo(
-        f'\nlargest difference of the losses: {differences.max():.4f} (mean '
-        f'{differences.mean():.4f}) in {len(losses[0])} steps; each micro-batch is '
-        'normalised by itself.'
+    yield digit_rows(results)
+    losses = torch.tensor([curve['losses'] for curve in results['curves'].values()])
+    differences = (losses[1:] - losses[0]).abs()
+    yield (
+        f'Largest difference of the losses: {differences.max():.4f} (mean '
+        f'{differences.mean():.4f}) in {losses.shape[1]} steps. Each micro-batch is normalized by '
+        f'itself. Times as fast: as {baseline(results)}. Peak memory: of one training step, in '
+        'addition to parameters and optimizer state.'
     )
-    click.echo(f'times as fast: as {[*results][alone]}.')
-    click.echo('peak memory: of one training step, beyond parameters and optimizer state.')
-    if is_cpu(choice.devices[0]):
-        click.echo(
-            f'Each of {len({*choice.devices})} workers has one thread, and a partition of the '
-            'model. The plain call goes back in one\nthread on a CPU; a step by a schedule does '
-            f'in all. With {threads} threads the kernels of the unwrapped model\nshare the whole '
-            'mini-batch, which needs one memory for all; a pipeline does not.'
+    if choice['devices'][0].startswith('cpu'):
+        yield (
+            f'Each of {len({*choice["devices"]})} workers has one thread, and a partition of the '
+            'model. Backward of the plain call runs in one thread on a CPU, and a step by a '
+            f'schedule in all of them. With {results["threads"]} threads, kernels of the '
+            'unwrapped model share the whole mini-batch, which takes one memory for all.'
         )
 
 
+SECTION = Section('Handwritten digits', 'digits', parts, panels)
 COMMANDS = [digits]
