@@ -15,13 +15,11 @@ def cli() -> None:
     """Train a GPT with torchgpipe on any mesh, and measure it on this machine."""
 
 
-for command in (
-    train_gpt,
-    listing,
-    page,
-    *(command for module in MODULES for command in module.COMMANDS),
-):
+for command in (train_gpt, listing, page):
     cli.add_command(command)
+for module in MODULES:
+    for command in module.COMMANDS:
+        cli.add_command(command)
 
 
 def main() -> NoReturn:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -166,8 +167,9 @@ def balance(device: str, rounds: int, output: str) -> None:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:
         raise click.ClickException(f'--device {device}: {str(error).splitlines()[0]}') from None
-    cases = [(name, n, mode) for name in MODELS for n in SIZES for mode in MODES]
-    results = [repeat(*case, device, rounds) for case in tqdm(cases, desc='balance', leave=False)]
+    results = []
+    for name, n, mode in tqdm([*product(MODELS, SIZES, MODES)], desc='balance', leave=False):
+        results.append(repeat(name, n, mode, device, rounds))
     SECTION.publish(results, folder)
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -129,11 +130,10 @@ def concurrency(rounds: int, output: str) -> None:
     sizes of cells and numbers of micro-batches, one intra-op thread each.
     """
     folder = output_folder(output)
-    sizes = [(milliseconds, m) for milliseconds in CELLS for m in CHUNKS]
     results: list[dict[str, Any]] = []
     with one_thread():
-        for milliseconds, m in tqdm(sizes, desc='concurrency', leave=False):
-            results += measure(perceptron(CELLS[milliseconds], ROWS), milliseconds, m, rounds)
+        for (size, width), m in tqdm([*product(CELLS.items(), CHUNKS)], leave=False):
+            results += measure(perceptron(width, ROWS), size, m, rounds)
     SECTION.publish(results, folder)
 
 

@@ -1,6 +1,7 @@
 """Overhead of the engine: cells so small that nothing else takes time."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -17,7 +18,7 @@ from torchgpipe.base.devices import Device, memory_of, parse_device
 from torchgpipe.trainer.files import output_folder
 
 WIDTH, ROWS = 8, 4
-SIZES = [(n, m) for n in (2, 4, 8) for m in (4, 8, 32)]
+SIZES = [*product((2, 4, 8), (4, 8, 32))]
 WORKERS: dict[str, Callable[[int], list[str]]] = {
     'one device': lambda n: ['cpu'] * n,
     'n devices': lambda n: [f'cpu:{j}' for j in range(n)],
@@ -152,8 +153,7 @@ def overhead(rounds: int, output: str) -> None:
     """
     folder = output_folder(output)
     results = []
-    sizes = [(where, n, m) for where in WORKERS for n, m in SIZES]
-    for where, n, m in tqdm(sizes, desc='overhead', leave=False):
+    for where, (n, m) in tqdm([*product(WORKERS, SIZES)], desc='overhead', leave=False):
         times = measure(n, m, WORKERS[where](n), rounds)
         results.append(
             {'where': where, 'n': n, 'm': m, 'us_per_cell': times, 'ratio': ratios(times)}
@@ -166,13 +166,15 @@ def overhead_rows(results: list[Any]) -> Rows:
     kinds = list(results[0]['ratio'])
     rows = []
     for result in results:
-        cells = [
-            f'{loop:.1f} → {ours:.1f}  {result["ratio"][kind]:.2f}'
-            for kind, (loop, ours) in result['us_per_cell'].items()
-        ]
-        rows.append([f'n={result["n"]} m={result["m"]}', *cells])
-    medians = [f'{median(result["ratio"][kind] for result in results):.2f}' for kind in kinds]
-    return ['', *kinds], [*rows, ['median', *medians]]
+        row = [f'n={result["n"]} m={result["m"]}']
+        for kind, (loop, ours) in result['us_per_cell'].items():
+            row.append(f'{loop:.1f} → {ours:.1f}  {result["ratio"][kind]:.2f}')
+        rows.append(row)
+    medians = ['median']
+    for kind in kinds:
+        ratio = median(result['ratio'][kind] for result in results)
+        medians.append(f'{ratio:.2f}')
+    return ['', *kinds], [*rows, medians]
 
 
 def _parts(results: list[Any]) -> list[Part]:

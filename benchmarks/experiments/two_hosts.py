@@ -111,8 +111,10 @@ class LinkedWorker(Worker, Ring):
 def mean_profile(profiles: Sequence[Profile]) -> Profile:
     """Return a profile with the mean times of others of the same layers."""
     layers = []
-    for same_layer in zip(*(of_rank.layers for of_rank in profiles)):
-        times = {name: fmean(getattr(layer, name) for layer in same_layer) for name in TIMES}
+    for same_layer in zip(*[of_rank.layers for of_rank in profiles]):
+        times = {}
+        for name in TIMES:
+            times[name] = fmean(getattr(layer, name) for layer in same_layer)
         layers.append(replace(same_layer[0], **times))
     return replace(profiles[0], layers=tuple(layers))
 

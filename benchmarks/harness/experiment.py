@@ -47,12 +47,16 @@ class Setting:
     """One line of a published table.
 
     Attributes:
-        name: The name for the option ``--setting``. model: Which model. batch: Samples of a
-        mini-batch. chunks: Micro-batches of a mini-batch. balance: Layers of each partition; empty
-        for the model without GPipe. checkpoint: As of GPipe. published: Figure by source; ``None``
-        where the source ran out of memory. spread: The ± of these, where there is one. details:
-        Figures beside the main one: name, source, figure. off: The features that an ablation
-        switches off.
+        name: The name for the option ``--setting``.
+        model: The model.
+        batch: Samples of a mini-batch.
+        chunks: Micro-batches of a mini-batch.
+        balance: Layers of each partition; empty for the model without GPipe.
+        checkpoint: The option of GPipe.
+        published: Figure by source; ``None`` where the source ran out of memory.
+        spread: The ± of figures that have one, by source.
+        details: Figures in addition to the main one, by name and by source.
+        off: The features that an ablation switches off.
     """
 
     name: str
@@ -80,9 +84,12 @@ class Experiment:
 
     Attributes:
         name: The command.
-        title: The title, in one line. figure: The name of its figures. unit: Their unit.
-        resolution: Height and width of the images. settings: Its lines; the first is the baseline
-        of the ratios. optimizer: ``'SGD'`` or ``'RMSprop'``.
+        title: The title, in one line.
+        figure: The name of its figures.
+        unit: The unit of its figures.
+        resolution: Height and width of the images.
+        settings: Its lines; the first is the baseline of the ratios.
+        optimizer: ``'SGD'`` or ``'RMSprop'``.
     """
 
     name: str
@@ -98,20 +105,15 @@ class Experiment:
         """The setting that ratios relate to."""
         return self.settings[0]
 
-    @property
-    def sources(self) -> list[str]:
-        """All sources of published figures, the one that is reproduced first."""
-        names = {source: None for setting in self.settings for source in setting.published}
-        return sorted(names, key=lambda source: source != OURS)
-
     def setting(self, name: str) -> Setting:
         """Find a setting by its name."""
         return next(setting for setting in self.settings if setting.name == name)
 
     def published_ratio(self, setting: Setting, source: str) -> float | None:
         """Relate a published figure to the source's own baseline, if it has both."""
-        mine, base = setting.published.get(source), self.baseline.published.get(source)
-        return mine / base if mine and base else None
+        figure = setting.published.get(source)
+        base = self.baseline.published.get(source)
+        return figure / base if figure and base else None
 
     def scaled_resolution(self, scale: float) -> int:
         """Return the height and width of images at a fraction of the published size."""

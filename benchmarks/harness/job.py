@@ -79,10 +79,11 @@ COPIES = {'SGD': 2, 'RMSprop': 3}
 
 @contextmanager
 def autocast(options: Options, devices: Sequence[torch.device]) -> Iterator[None]:
-    """Compute in mixed precision within the context, if that was asked for."""
+    """Compute in mixed precision within the context, if the options ask for it."""
     with ExitStack() as stack:
-        for kind in {device.type for device in devices} if options.autocast else ():
-            stack.enter_context(torch.autocast(kind, options.autocast))
+        if options.autocast:
+            for kind in {device.type for device in devices}:
+                stack.enter_context(torch.autocast(kind, options.autocast))
         yield
 
 
@@ -93,10 +94,9 @@ def wrap(
     devices = options.place(setting)
     if options.dtype == torch.float64:
         model.double()
-    wrapped: nn.Module = (
-        model.to(memory_of(devices[0]))
-        if not setting.balance
-        else GPipe(
+    wrapped: nn.Module
+    if setting.balance:
+        wrapped = GPipe(
             model,
             setting.balance,
             devices=devices,
@@ -104,7 +104,8 @@ def wrap(
             checkpoint=setting.checkpoint,
             **kwargs,
         )
-    )
+    else:
+        wrapped = model.to(memory_of(devices[0]))
     if options.compile:
         for partition in partitions_of(wrapped):
             compile_partition(partition)
@@ -117,13 +118,20 @@ def partitions_of(model: nn.Module) -> list[nn.Sequential]:
     return list(partitions)
 
 
+def parameters_of(setting: Setting) -> int:
+    """Return the number of parameters of a model."""
+    with torch.device('meta'):
+        return sum(parameter.numel() for parameter in setting.model.build().parameters())
+
+
 class Job:
     """A setting's model, with random data of the right shape.
 
     Args:
-        experiment: Which table.
-        setting: Which line of it.
-        options: The user's options. change: An ablation's change of the model.
+        experiment: The table.
+        setting: The line of the table.
+        options: The user's options.
+        change: An ablation's change of the model.
 
     Raises:
         MemoryError: The host has not enough memory for the model.
@@ -142,13 +150,13 @@ class Job:
         self.batch = setting.scaled_batch(options.scale)
         self.chunks = min(setting.chunks, self.batch)
         self.resolution = experiment.scaled_resolution(options.scale)
+        on_host = is_on_host(self.devices[0])
         # One accelerator draws the initial values itself. The host may not have the memory.
-        in_place = len({*self.devices}) == 1 and not is_on_host(self.devices[0])
+        in_place = len({*self.devices}) == 1 and not on_host
         if not in_place:
-            copies = COPIES[experiment.optimizer] if is_on_host(self.devices[0]) else 1
-            with torch.device('meta'):
-                number = sum(p.numel() for p in setting.model.build().parameters())
-            require(number * max(4, options.dtype.itemsize) * copies, str(setting.model))
+            copies = COPIES[experiment.optimizer] if on_host else 1
+            size = max(4, options.dtype.itemsize) * copies
+            require(size * parameters_of(setting), str(setting.model))
         torch.manual_seed(options.seed)
         with self.devices[0] if in_place else nullcontext():
             module = setting.model.build()
@@ -156,20 +164,21 @@ class Job:
         self.partitions = partitions_of(self.model)
         # Where memory counts, one parameter at a time: `foreach` may copy all of them at once.
         foreach = False if experiment.figure == 'memory' else None
+        optimizer = getattr(torch.optim, experiment.optimizer)
         self.optimizers = [
-            getattr(torch.optim, experiment.optimizer)(
-                partition.parameters(), lr=1e-3, foreach=foreach
-            )
+            optimizer(partition.parameters(), lr=1e-3, foreach=foreach)
             for partition in self.partitions
         ]
         self.input, self.target = self._data()
 
-    def _data(self) -> Any:
+    def _data(self) -> tuple[Tensor, Tensor]:
+        """Return images, and the classes of images or of their pixels."""
         dtype = self.options.dtype if self.options.autocast is None else torch.float32
-        x = torch.rand(self.batch, 3, self.resolution, self.resolution, dtype=dtype)
+        size = self.resolution, self.resolution
+        x = torch.rand(self.batch, 3, *size, dtype=dtype)
         y = torch.randint(1000, (self.batch,))
         if self.setting.model.kind == 'unet':
-            y = torch.rand(self.batch, 1, self.resolution, self.resolution).round().to(dtype)
+            y = torch.rand(self.batch, 1, *size).round().to(dtype)
         return x.to(memory_of(self.devices[0])), y.to(memory_of(self.devices[-1]))
 
     def forward(self) -> Tensor:
@@ -184,11 +193,10 @@ class Job:
 
     def step(self) -> None:
         """Train on one mini-batch."""
-        if self.options.schedule is not None and isinstance(self.model, GPipe):
+        schedule = self.options.schedule
+        if schedule is not None and isinstance(self.model, GPipe):
             with autocast(self.options, self.devices):
-                self.model.step(
-                    self.input, self.target, self._loss, schedule=self.options.schedule
-                )
+                self.model.step(self.input, self.target, self._loss, schedule=schedule)
         else:
             self.forward().backward()
         for optimizer in self.optimizers:

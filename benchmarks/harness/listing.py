@@ -29,11 +29,13 @@ def listing(modules: Sequence[ModuleType]) -> None:
         rows = [_row(experiment, setting) for setting in experiment.settings]
         widths = [max(map(len, column)) for column in zip(*rows)]
         for row in rows:
-            click.echo(
-                '  ' + '  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-            )
-    names = [[command.name for command in module.COMMANDS] for module in modules]
-    unpublished = [name for group in names if not {*group} & {*EXPERIMENTS} for name in group]
+            cells = [cell.ljust(width) for cell, width in zip(row, widths)]
+            click.echo(f'  {"  ".join(cells)}'.rstrip())
+    unpublished: list[str] = []
+    for module in modules:
+        names = [command.name for command in module.COMMANDS]
+        if not {*names} & {*EXPERIMENTS}:
+            unpublished += names
     click.echo(
         '\nFigures are those of torchgpipe 0.0.7 (ratio), then of other sources; memory is '
         'model + activations, in GB in the GPipe paper.\n'
@@ -43,26 +45,27 @@ def listing(modules: Sequence[ModuleType]) -> None:
 
 
 def _row(experiment: Experiment, setting: Setting) -> list[str]:
-    size = f'batch {setting.batch}' + (f' in {setting.chunks}' if setting.balance else '')
+    size = f'batch {setting.batch}'
+    if setting.balance:
+        size += f' in {setting.chunks}'
     ratio = experiment.published_ratio(setting, OURS)
     figure = _figure(setting, OURS)
     if ratio is not None and experiment.figure == 'throughput':
         figure += f' ({number(ratio)})'
-    figures = [
-        f'{source} {_figure(setting, source)}' for source in setting.published if source != OURS
-    ]
-    details = [
-        f'{published(sources[OURS])} {name}'
-        for name, sources in setting.details.items()
-        if name not in PARTS
-    ]
+    more = []
+    for name, sources in setting.details.items():
+        if name not in PARTS:
+            more.append(f'{published(sources[OURS])} {name}')
+    for source in setting.published:
+        if source != OURS:
+            more.append(f'{source} {_figure(setting, source)}')
     return [
         setting.name,
         str(setting.model.size or ''),
         size,
         ','.join(map(str, setting.balance)) or 'without GPipe',
         figure,
-        '; '.join([*details, *figures]),
+        '; '.join(more),
     ]
 
 

@@ -216,15 +216,13 @@ GIB = 2**30
 def size_of_partition(partition: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     """Return the bytes that stay: parameters (with buffers), gradients, optimizer state."""
     parameters = list(partition.parameters())
-    state = [
-        value
-        for p in parameters
-        for value in optimizer.state[p].values()
-        if isinstance(value, Tensor)
-    ]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    state = []
+    for p in parameters:
+        state += _tensors([*optimizer.state[p].values()])
     return {
         'parameters': _bytes([*parameters, *partition.buffers()]),
-        'gradients': _bytes([p.grad for p in parameters if p.grad is not None]),
+        'gradients': _bytes(gradients),
         'optimizer': _bytes(state),
     }
 

@@ -124,7 +124,8 @@ def places(schedule: str, n: int) -> list[int]:
 def parse_devices(context: Any, parameter: Any, value: str | None) -> tuple[Any, ...]:
     """Read devices like cuda:0,cuda:1 and see that they are there; sim is sim:0,…,sim:3."""
     devices: list[torch.device] = []
-    for name in map(str.strip, value.split(',') if value else ()):
+    names = value.split(',') if value else []
+    for name in map(str.strip, names):
         if is_simulated(name):
             simulated = load()
             if name == SIMULATED:
@@ -237,27 +238,18 @@ def _epochs_of_context() -> int:
 def take_options(
     experiment: Experiment,
     settings: tuple[str, ...],
-    devices: tuple[Any, ...],
-    scale: float,
     epochs: int,
     skip_epochs: int,
     dtype: str,
-    compile: bool,
-    seed: int,
-    output: str,
-    schedule: str | None = None,
+    **options: Any,
 ) -> Options:
-    """Check options that depend on each other."""
+    """Return the options, after a check of those that depend on each other."""
     if skip_epochs >= epochs:
         raise click.BadParameter(
             f'{skip_epochs} of {epochs} epochs leave nothing to measure',
             param_hint='--skip-epochs',
         )
-    chosen = (
-        experiment.settings
-        if 'all' in settings
-        else tuple(setting for setting in experiment.settings if setting.name in settings)
-    )
-    return Options(
-        chosen, devices, scale, epochs, skip_epochs, DTYPES[dtype], compile, seed, output, schedule
-    )
+    chosen = experiment.settings
+    if 'all' not in settings:
+        chosen = tuple(setting for setting in chosen if setting.name in settings)
+    return Options(chosen, epochs=epochs, skip_epochs=skip_epochs, dtype=DTYPES[dtype], **options)

@@ -21,7 +21,9 @@ def number(value: float | None, missing: str = '') -> str:
     """
     if value is None:
         return missing
-    return f'{value:.{3 if abs(value) < 1 else 2 if abs(value) < 100 else 1}f}'
+    if abs(value) < 1:
+        return f'{value:.3f}'
+    return f'{value:.2f}' if abs(value) < 100 else f'{value:.1f}'
 
 
 def published(value: float | None) -> str:
@@ -53,7 +55,9 @@ def is_simulated(summary: dict[str, Any]) -> bool:
 
 def sources_of(summary: dict[str, Any]) -> list[str]:
     """Return the sources of published figures, the reproduced one first."""
-    sources = {source for result in summary['settings'] for source in result['published']}
+    sources: set[str] = set()
+    for result in summary['settings']:
+        sources.update(result['published'])
     return sorted(sources, key=lambda source: (source != OURS, source))
 
 
@@ -176,8 +180,11 @@ def prediction_parts(summary: dict[str, Any]) -> list[Part]:
 def prediction_rows(summary: dict[str, Any]) -> Rows:
     """Return the header and the rows of predicted ratios, with the published ones beside them."""
     settings = summary['settings']
-    names = dict.fromkeys(name for result in settings for name in result['ratios'])
-    sources = dict.fromkeys(name for result in settings for name in result['published'])
+    names: dict[str, None] = {}
+    sources: dict[str, None] = {}
+    for result in settings:
+        names |= dict.fromkeys(result['ratios'])
+        sources |= dict.fromkeys(result['published'])
     header = ['setting', 'partitions', 'chunks', *names]
     for source in sources:
         header.append('published' if source == OURS else source)

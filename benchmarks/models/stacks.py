@@ -21,9 +21,10 @@ class Stack(NamedTuple):
     def build(self, cells: int, depth: int) -> nn.Sequential:
         """Make a number of cells of ``depth`` layers each, the same ones whenever it is called."""
         torch.manual_seed(0)
-        return nn.Sequential(
-            *[nn.Sequential(*[self.layer() for _ in range(depth)]) for _ in range(cells)]
-        )
+        result = nn.Sequential()
+        for _ in range(cells):
+            result.append(nn.Sequential(*[self.layer() for _ in range(depth)]))
+        return result
 
     def data(self, chunks: int) -> tuple[Tensor, Tensor]:
         """Return an input and a target of so many micro-batches, the same ones each time."""

@@ -94,13 +94,12 @@ def unet(
 
 def _stack(channels: int, mid: int, out: int, num_convs: int) -> list[nn.Module]:
     widths = [channels, *[mid] * (num_convs - 1), out]
-    return [
-        layer
-        for a, b in zip(widths, widths[1:])
-        for layer in (
+    layers: list[nn.Module] = []
+    for a, b in zip(widths, widths[1:]):
+        layers += [
             nn.Conv2d(a, b, 3, padding=1, bias=False),
             nn.Dropout2d(0.1),
             nn.InstanceNorm2d(b),
             nn.LeakyReLU(0.01),
-        )
-    ]
+        ]
+    return layers

@@ -71,12 +71,11 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             raise click.ClickException(
                 f'{str(folder)!r} has a class that the training images do not have: {unknown[0]!r}'
             )
-        self.samples = [
-            (path, k)
-            for k, name in enumerate(self.classes)
-            for path in sorted((folder / name).glob('*'))
-            if path.suffix.lower() in EXTENSIONS
-        ]
+        self.samples = []
+        for k, name in enumerate(self.classes):
+            for path in sorted((folder / name).glob('*')):
+                if path.suffix.lower() in EXTENSIONS:
+                    self.samples.append((path, k))
         if not self.samples:
             raise click.ClickException(
                 f'there are no images in {str(folder)!r}: they are '

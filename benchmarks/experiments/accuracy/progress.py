@@ -33,9 +33,9 @@ class Progress:
     """The rows of the log, and where they are kept with the state of the training.
 
     Attributes:
-        folder: Where both files are.
-        recipe: The settings of the training. A checkpoint of another recipe is refused. rows: One
-        per epoch.
+        folder: The folder of both files.
+        recipe: The settings of the training. A checkpoint of another recipe is refused.
+        rows: A row per epoch.
     """
 
     folder: Path
@@ -49,17 +49,15 @@ class Progress:
         """Start in the folder of a setting."""
         folder = _folder(experiment, setting, options)
         folder.mkdir(parents=True, exist_ok=True)
-        return cls(
-            folder,
-            {
-                'batch': setting.scaled_batch(options.scale),
-                'epochs': options.epochs,
-                'resolution': experiment.scaled_resolution(options.scale),
-                'seed': options.seed,
-                'dtype': str(options.dtype),
-                'classes': classes,
-            },
-        )
+        recipe = {
+            'batch': setting.scaled_batch(options.scale),
+            'epochs': options.epochs,
+            'resolution': experiment.scaled_resolution(options.scale),
+            'seed': options.seed,
+            'dtype': str(options.dtype),
+            'classes': classes,
+        }
+        return cls(folder, recipe)
 
     @property
     def checkpoint(self) -> Path:
@@ -73,15 +71,11 @@ class Progress:
             writer = csv.DictWriter(file, list(row))
             writer.writeheader()
             writer.writerows(self.rows)
+        checkpoint = {'recipe': self.recipe, 'rows': self.rows}
+        for name, value in state.items():
+            checkpoint[name] = value.state_dict()
         with replacing(self.checkpoint) as path:
-            torch.save(
-                {
-                    'recipe': self.recipe,
-                    'rows': self.rows,
-                    **{name: value.state_dict() for name, value in state.items()},
-                },
-                path,
-            )
+            torch.save(checkpoint, path)
 
     def resume(self, **state: Any) -> None:
         """Load the last epoch, if there is one."""

@@ -88,9 +88,8 @@ class Training:
         self.train_set, self.val_set = open_folders(data, resolution, options.seed)
         torch.manual_seed(options.seed)
         kwargs = {'deferred_batch_norm': True} if setting.balance else {}
-        self.model = wrap(
-            resnet101(len(self.train_set.classes)), setting, options, self.batch, **kwargs
-        )
+        model = resnet101(len(self.train_set.classes))
+        self.model = wrap(model, setting, options, self.batch, **kwargs)
         self.optimizer = make_optimizer(self.model.parameters())
         self.scaler = torch.amp.GradScaler(
             self.devices[0].type, enabled=options.dtype == torch.float16
@@ -121,10 +120,9 @@ class Training:
         loader = self._load(self.train_set, shuffle=True)
         count = _Count()
         for step, (images, labels) in enumerate(self._bar(loader, f'epoch {epoch + 1}')):
+            progress = (epoch + step / len(loader)) / self.options.epochs
             for group in self.optimizer.param_groups:
-                group['lr'] = learning_rate(
-                    (epoch + step / len(loader)) / self.options.epochs, self.batch
-                )
+                group['lr'] = learning_rate(progress, self.batch)
             self.optimizer.zero_grad()
             output, loss = self._forward(images, labels)
             self.scaler.scale(loss).backward()
@@ -172,13 +170,9 @@ class _Count:
         with torch.no_grad():
             best = output.topk(min(5, output.shape[1])).indices
             right = best == labels.to(output.device)[:, None]
-            self._sums += torch.stack(
-                [
-                    loss.double() * len(labels),
-                    (~right[:, 0]).double().sum(),
-                    (~right.any(1)).double().sum(),
-                ]
-            )
+            top1 = (~right[:, 0]).double().sum()
+            top5 = (~right.any(1)).double().sum()
+            self._sums += torch.stack([loss.double() * len(labels), top1, top5])
             self._samples += len(labels)
 
     def errors(self) -> Errors:

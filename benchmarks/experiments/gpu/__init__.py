@@ -20,6 +20,7 @@ from benchmarks.harness.memory import first_line, is_exhaustion
 from benchmarks.harness.options import parse_devices
 from benchmarks.harness.report import machine, output_option, write_json
 from torchgpipe.base.devices import accelerator, current_device
+from torchgpipe.trainer.config import require
 from torchgpipe.trainer.files import output_folder, replacing
 
 #: The name of the file.
@@ -60,12 +61,10 @@ class Results:
                 f'({type(error).__name__}: {error}); remove it, or choose '
                 'another --output'
             ) from None
-        now = _facts(machine(), self._settings)
-        changed = [
-            f'{name} {before[name]} instead of {now[name]}'
-            for name in now
-            if before[name] != now[name]
-        ]
+        changed = []
+        for name, value in _facts(machine(), self._settings).items():
+            if before[name] != value:
+                changed.append(f'{name} {before[name]} instead of {value}')
         if changed:
             raise click.UsageError(
                 f"'{path}' has results of {', '.join(changed)}; remove it, or "
@@ -102,7 +101,9 @@ class Results:
 def _facts(machine: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Return the facts that results of one file share."""
     facts = {name: machine[name] for name in SAME}
-    return {**facts, **{name: settings[name] for name in ('device', 'name', 'scale')}}
+    for name in ('device', 'name', 'scale'):
+        facts[name] = settings[name]
+    return facts
 
 
 def _name(device: torch.device) -> str:
@@ -153,42 +154,48 @@ def gpu(
     Each result is written as it comes, so a run that was stopped goes on where it was. The page
     is written from the results.
     """
-    if len(devices) > 1:
-        raise click.UsageError(f'this measures one device, but --devices has {len(devices)}')
-    if not (devices or accelerator()):
-        raise click.UsageError(
-            'there is no accelerator; on the CPU, try it with --devices cpu --scale 0.01'
-        )
-    (device,) = devices or [current_device()]
-    if device.type != 'cpu':
-        torch.accelerator.set_device_index(device.index)
+    device = _device(devices)
     folder = output_folder(output)
     results = Results(folder, device, scale)
-    chosen = [part for part in all_parts() if not names or part.name in names]
-    chosen.sort(key=lambda part: results.has_failed(part.name))  # These may end the process.
+    parts = [part for part in all_parts() if part.name in names or not names]
+    # Failed measurements are the last ones, because they may end the process.
+    parts.sort(key=lambda part: results.has_failed(part.name))
 
+    missing = [part for part in parts if part.name in names or not results.is_complete(part.name)]
     end = time.monotonic() + 60 * minutes
-    skipped = []
+    bar = tqdm(desc=NAME, total=len(missing), leave=False)
     try:
-        for part in tqdm(chosen, desc=NAME, leave=False):
-            if results.is_complete(part.name) and part.name not in names:
-                continue
-            if time.monotonic() > end:
-                skipped.append(part.name)
-                continue
-            _measure(part, device, scale, results)
+        while missing and time.monotonic() <= end:
+            _measure(missing.pop(0), device, scale, results)
+            bar.update()
     finally:
+        bar.close()
         _write_page(folder, results)
 
     click.echo(f'{folder / NAME}.json\n{folder / NAME}.md')
-    if skipped:
-        click.echo(
-            f'not started within {minutes:g} minutes: {", ".join(skipped)}; run this again '
-            'to go on'
-        )
-    failures = results.failures([part.name for part in chosen])
+    if missing:
+        skipped = ', '.join(part.name for part in missing)
+        click.echo(f'not started within {minutes:g} minutes: {skipped}; run this again to go on')
+    failures = results.failures([part.name for part in parts])
     if failures:
         raise click.ClickException('\n'.join(failures))
+
+
+def _device(devices: Sequence[torch.device]) -> torch.device:
+    """Return the one device of the option, or the current accelerator; make it the current one.
+
+    Raises:
+        click.UsageError: There are several devices, or there is no accelerator.
+    """
+    require(len(devices) < 2, f'this measures one device, but --devices has {len(devices)}')
+    require(
+        devices or accelerator(),
+        'there is no accelerator; on the CPU, try it with --devices cpu --scale 0.01',
+    )
+    (device,) = devices or [current_device()]
+    if device.type != 'cpu':
+        torch.accelerator.set_device_index(device.index)
+    return device
 
 
 def _measure(part: Part, device: torch.device, scale: float, results: Results) -> None:

@@ -110,10 +110,11 @@ def _contenders(sizes: Sizes, device: torch.device) -> tuple[nn.Module, dict[str
     }
     for schedule, devices in ORDERS:
         order = make(schedule, devices, MICRO_BATCHES)
-        stages = 1 + max(action.stage for row in order.rows for action in row)
+        stages = sum(map(len, order.stages))
         if stages > sizes.depth:
             continue
-        for mode in ('never', 'always') if schedule == '1f1b' else ('never',):
+        modes = ('never', 'always') if schedule == '1f1b' else ('never',)
+        for mode in modes:
             pipeline = GPipe(
                 model,
                 _balance(len(model), stages),

@@ -57,7 +57,7 @@ def predicted_seconds(order: Order, micro_batches: int, layers: float, machine: 
         schedule = search_schedule(costs, order.devices, micro_batches, limit).schedule
     else:
         schedule = make(order.schedule, order.devices, micro_batches)
-        stages = 1 + max(action.stage for row in schedule.rows for action in row)
+        stages = sum(map(len, schedule.stages))
         recomputed = micro_batches if order.recomputes else 0
         costs = _costs(stages, micro_batches, layers, machine, recomputed)
     one_row = Schedule((tuple(by_step(steps(schedule.rows)[0])),))

@@ -16,7 +16,7 @@ from benchmarks.experiments.machine import BLOCKS, timed_block
 from benchmarks.experiments.memory import train_keeping_gradients
 from benchmarks.experiments.overhead import measure, ratios
 from benchmarks.harness.experiment import Experiment, Setting
-from benchmarks.harness.job import COPIES, Job
+from benchmarks.harness.job import COPIES, Job, parameters_of
 from benchmarks.harness.memory import peak_memory, unless_exhausted
 from benchmarks.harness.options import Options, is_on_host, is_simulated
 from benchmarks.harness.published import EXPERIMENTS
@@ -122,8 +122,7 @@ def _memory(
 ) -> Callable[[torch.device, float], dict[str, Any]]:
     def measure_memory(device: torch.device, scale: float) -> dict[str, Any]:
         """Measure parameters, gradients, optimizer state, and the peak of a step."""
-        with torch.device('meta'):
-            number = sum(x.numel() for x in setting.model.build().parameters())
+        number = parameters_of(setting)
         need = 4 * number * COPIES[experiment.optimizer]
         room = _room(device)
         if room is not None and need > room:

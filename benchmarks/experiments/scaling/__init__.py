@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -36,8 +36,21 @@ from torchgpipe.trainer.processes import Processes, seconds
 #: DistributedGPipe compare their parameters in steps 0, 1, 2, 4, 8, …, so mostly before them.
 RECORDED = 3
 
-#: The measurements of each contender, one per process in it.
-Answers = Mapping[Contender, Sequence[Answer]]
+
+class Measurements(NamedTuple):
+    """The answers of processes, by contender, for each step.
+
+    Attributes:
+        reference: The loss of the mini-batch before the first step, in one process.
+        counts: The counts of the first steps.
+        recorded: The steps with a bubble.
+        runs: The timed steps.
+    """
+
+    reference: float
+    counts: dict[Contender, list[Counts]]
+    recorded: list[dict[Contender, list[Answer]]]
+    runs: list[dict[Contender, list[Answer]]]
 
 
 def measure(
@@ -55,6 +68,35 @@ def measure(
     Returns:
         A row of results for each contender.
     """
+    measurements = take_steps(work, contenders, rounds, device, title)
+    # A loop with another mini-batch has another loss.
+    same = [one for one in contenders if one != ALONE or work.alone == work.batch]
+    check_measurements(measurements, same)
+
+    times = []
+    for run in measurements.runs:
+        times.append({})
+        for contender, answers in run.items():
+            times[-1][contender] = seconds(answer.span for answer in answers)
+    peaks = {}
+    for contender, counts in measurements.counts.items():
+        peaks[contender] = max(rank.peak for rank in counts)
+
+    rows = []
+    for contender in contenders:
+        row = _row(contender, times, work)
+        row['memory'] = peaks[contender]
+        row['against'] = _against(contender, times, peaks)
+        row['sent'] = _sent(measurements.counts[contender])
+        row['bubble'] = _bubble([run[contender] for run in measurements.recorded])
+        rows.append(row)
+    return rows
+
+
+def take_steps(
+    work: Work, contenders: Sequence[Contender], rounds: int, device: str, title: str
+) -> Measurements:
+    """Return the answers of processes in all steps, as in :func:`measure`."""
     n = contenders[-1].mesh.size
     cores = range(n) if device == 'cpu' else None
     total = len(contenders) * (1 + RECORDED + rounds)
@@ -70,39 +112,27 @@ def measure(
                 bar.update()
             return answers
 
-        reference = processes.call('reference')[0]
-        counts: dict[Contender, list[Counts]] = call('build', contenders)
-        recorded = [call('record', contenders) for _ in range(RECORDED)]
-        runs = [call('step', order_of_round(contenders, k)) for k in range(rounds)]
+        return Measurements(
+            processes.call('reference')[0],
+            call('build', contenders),
+            [call('record', contenders) for _ in range(RECORDED)],
+            [call('step', order_of_round(contenders, k)) for k in range(rounds)],
+        )
 
-    # A loop with another mini-batch has another loss.
-    same = [one for one in contenders if one != ALONE or work.alone == work.batch]
+
+def check_measurements(measurements: Measurements, contenders: Sequence[Contender]) -> None:
+    """Check that contenders have the same losses in all steps."""
     for k in range(COUNTED):
-        losses = {one.name: _mean(rank.losses[k] for rank in counts[one]) for one in same}
-        check_losses(losses, None if k else reference)
-    for run in (*recorded, *runs):
-        check_losses({one.name: _mean(answer.loss for answer in run[one]) for one in same})
-
-    times = _times(runs)
-    peaks = {one: max(rank.peak for rank in counts[one]) for one in contenders}
-    rows = []
-    for contender in contenders:
-        row = _row(contender, times, work)
-        row['memory'] = peaks[contender]
-        row['against'] = _against(contender, times, peaks)
-        row['sent'] = _sent(counts[contender])
-        row['bubble'] = _bubble([run[contender] for run in recorded])
-        rows.append(row)
-    return rows
-
-
-def _times(runs: Sequence[Answers]) -> list[dict[Contender, float]]:
-    """Return the seconds of each contender in all rounds."""
-    times = []
-    for run in runs:
-        spans = {contender: [answer.span for answer in run[contender]] for contender in run}
-        times.append({contender: seconds(spans[contender]) for contender in run})
-    return times
+        losses = {}
+        for contender in contenders:
+            counts = measurements.counts[contender]
+            losses[contender.name] = _mean(rank.losses[k] for rank in counts)
+        check_losses(losses, None if k else measurements.reference)
+    for run in (*measurements.recorded, *measurements.runs):
+        losses = {}
+        for contender in contenders:
+            losses[contender.name] = _mean(answer.loss for answer in run[contender])
+        check_losses(losses)
 
 
 def _mean(losses: Iterable[float | None]) -> float:
@@ -112,8 +142,11 @@ def _mean(losses: Iterable[float | None]) -> float:
 
 def _sent(counts: Sequence[Counts]) -> dict[str, float]:
     """Return the bytes that a rank sends in a step, by axis; of the rank that sends most."""
-    axes = dict.fromkeys(axis for rank in counts for axis in rank.sent)
-    return {axis: max(rank.sent.get(axis, 0.0) for rank in counts) for axis in axes}
+    most: dict[str, float] = {}
+    for rank in counts:
+        for axis, size in rank.sent.items():
+            most[axis] = max(size, most.get(axis, 0.0))
+    return most
 
 
 def _bubble(recorded: Sequence[Sequence[Answer]]) -> float | None:

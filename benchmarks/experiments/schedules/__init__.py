@@ -264,11 +264,12 @@ def _ratio(group: Sequence[dict[str, Any]], figure: str, one: str, other: str) -
 def speed_up_panels(results: dict[str, Any]) -> list[Bars]:
     """Return a panel per stack and number of partitions, with a line at each ideal."""
     cases = results['cases']
-    names = dict.fromkeys(row['name'] for case in cases for row in case['rows'])
-    names.pop('in sequence')
+    names: dict[str, None] = {}
     groups: dict[str, list[dict[str, Any]]] = {}
     for case in cases:
+        names |= dict.fromkeys(row['name'] for row in case['rows'])
         groups.setdefault(f'{case["stack"]}, n = {case["partitions"]}', []).append(case)
+    names.pop('in sequence')
 
     panels = []
     for title, group in groups.items():

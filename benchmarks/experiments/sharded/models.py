@@ -65,14 +65,12 @@ def sharded_gpt(sizes: Sizes) -> GPT:
 
 def _sharded(layer: nn.Module, columns: bool) -> nn.Module:
     """Return this rank's part of a layer."""
+    dim = 1 if columns else 0
     if isinstance(layer, nn.Embedding):
         return ts.nn.ParallelEmbedding(
-            layer.num_embeddings,
-            layer.embedding_dim,
-            _weight=layer.weight,
-            dim=1 if columns else 0,
+            layer.num_embeddings, layer.embedding_dim, _weight=layer.weight, dim=dim
         )
-    sharded = ts.nn.ParallelLinear.convert_parallel_linear(layer, dim=1 if columns else 0)
+    sharded = ts.nn.ParallelLinear.convert_parallel_linear(layer, dim=dim)
     if not columns:  # The tensor between two layers has lost its tag.
         tag = ts.nn.RegisterParallelDim(-1)
         sharded.register_forward_pre_hook(lambda _, inputs: tag(inputs))
@@ -183,6 +181,7 @@ def resnet18() -> nn.Sequential:
     channels = 64
     for stage in range(4):
         out = 64 << stage
-        layers += [BasicBlock(channels, out, 1 if stage == 0 else 2), BasicBlock(out, out, 1)]
+        stride = 1 if stage == 0 else 2
+        layers += [BasicBlock(channels, out, stride), BasicBlock(out, out, 1)]
         channels = out
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d((1, 1)), nn.Flatten())

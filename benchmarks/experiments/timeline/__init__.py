@@ -53,13 +53,9 @@ def measure(
     experiment: Experiment, setting: Setting, options: Options, result: dict[str, Any]
 ) -> None:
     """Time epochs, then take the memory and the timeline of one step each."""
+    changes = [carry] if 'portals' in setting.off else []
     with without(setting.off):
-        job = Job(
-            experiment,
-            setting,
-            options,
-            carry if 'portals' in setting.off else lambda model: model,
-        )
+        job = Job(experiment, setting, options, *changes)
         time_epochs(job, result)
         assert isinstance(job.model, GPipe)
         with record(job.model) as timeline:

@@ -12,6 +12,7 @@ from torch import nn
 from torchgpipe import Arguments
 from torchgpipe.base.structure import call
 from torchgpipe.sequential import ConversionError, to_sequential
+from torchgpipe.skip.layout import DeclaresSkips
 
 #: An error names one way out, or several for several causes.
 MOST_LINES = 4
@@ -22,9 +23,10 @@ class Case(NamedTuple):
 
     Attributes:
         model: The model with its default configuration, except for the changes in the note.
-        sample: Makes its arguments, for a number of samples. small: Makes smaller arguments for
-        training, which the model may refuse. note: Differences from the default. without_heads:
-        Makes it without heads that are for training only, if it has some.
+        sample: Returns its arguments, for a number of samples.
+        small: Returns smaller arguments for training, which the model may refuse.
+        note: Differences from the default.
+        without_heads: Returns it without heads that are for training only, if it has some.
     """
 
     model: nn.Module
@@ -49,19 +51,20 @@ class Found(NamedTuple):
     def row(self) -> dict[str, Any]:
         """Return its row of the table."""
         wholes: Sequence[Any] = self.layers.wholes  # type: ignore[assignment]
-        largest = next(
-            (
-                {'kind': whole.kind, 'share': whole.share, 'why': in_short(whole.why)}
-                for whole in wholes
-                if whole.share
-            ),
-            None,
-        )
+        with_parameters = [whole for whole in wholes if whole.share]
+        largest = None
+        if with_parameters:
+            first = with_parameters[0]
+            largest = {'kind': first.kind, 'share': first.share, 'why': in_short(first.why)}
+        skips = 0
+        for layer in self.layers:
+            if isinstance(layer, DeclaresSkips):
+                skips += len([*layer.stashable()])
         return {
             'lines': self.lines,
             'seconds': self.seconds,
             'layers': len(self.layers),
-            'skips': sum(len([*getattr(layer, 'stashable', tuple)()]) for layer in self.layers),
+            'skips': skips,
             'largest': largest,
         }
 
@@ -123,7 +126,7 @@ def _taken(case: Case, size: int, line: str, leaves: list[str]) -> Case:
         setattr(model.config, off[1], False)
     elif line == NO_CACHE_IN_THE_CALL:
         return case._replace(
-            **{name: partial(_without_cache, getattr(case, name)) for name in ('sample', 'small')}
+            sample=partial(_without_cache, case.sample), small=partial(_without_cache, case.small)
         )
     elif line == NO_CHECKPOINTS:
         # Older versions of transformers have the second one only.

@@ -26,7 +26,8 @@ SCHEDULES = ('plain call', '1f1b')
 def without_dropout(model: nn.Module) -> None:
     """Let a model draw no random numbers, since a pipeline would draw others."""
     for module in model.modules():
-        for owner in (module, *(x for x in vars(module).values() if hasattr(x, 'to_dict'))):
+        configs = [x for x in vars(module).values() if hasattr(x, 'to_dict')]
+        for owner in (module, *configs):
             for name, value in [*vars(owner).items()]:
                 if isinstance(value, float) and ('drop' in name or name == 'p'):
                     setattr(owner, name, 0.0)
@@ -40,10 +41,11 @@ def differences(case: Case, leaves: Sequence[str]) -> dict[str, float]:
     model = case.model.double().train()
     sample = _small_enough(case)
     start = _copied(model.state_dict())
-    by_statistics = any(
-        isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()
-    )
-    samples = [_double(sample(size)) for size in (STEPS_BY_STATISTICS if by_statistics else STEPS)]
+    sizes = STEPS
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            sizes = STEPS_BY_STATISTICS
+    samples = [_double(sample(size)) for size in sizes]
     _steps(model, partial(_by_itself, model), samples)
     expected = _results(model, model.state_dict())
     typical = typical_size([*expected.values()])
@@ -53,16 +55,13 @@ def differences(case: Case, leaves: Sequence[str]) -> dict[str, float]:
     for n in PARTITIONS:
         for schedule in SCHEDULES:
             _reset(model, start)
-            pipeline = GPipe(
-                layers,
-                _balance(len(layers), n),
-                chunks=CHUNKS,
-                devices=[f'cpu:{j}' for j in range(n)],
-            )
+            devices = [f'cpu:{j}' for j in range(n)]
+            balance = _balance(len(layers), n)
+            pipeline = GPipe(layers, balance, chunks=CHUNKS, devices=devices)
             _steps(model, partial(_by_pipeline, pipeline, schedule), samples)
-            got = _results(model, original_names(pipeline.state_dict()))
+            actual = _results(model, original_names(pipeline.state_dict()))
             result[f'{n} partitions, {schedule}'] = max(
-                distance(got[name], x, typical) for name, x in expected.items()
+                distance(actual[name], x, typical) for name, x in expected.items()
             )
     return result
 
@@ -112,14 +111,11 @@ def _by_pipeline(pipeline: GPipe, schedule: str, sample: Any) -> None:
 
 def _results(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the state of a model after its steps. The pipeline shares its parameters."""
-    return {
-        **_copied(state),
-        **{
-            f'gradient of {name}': x.grad.clone()
-            for name, x in model.named_parameters()
-            if x.grad is not None
-        },
-    }
+    results = _copied(state)
+    for name, x in model.named_parameters():
+        if x.grad is not None:
+            results[f'gradient of {name}'] = x.grad.clone()
+    return results
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -139,16 +135,10 @@ def _double(sample: Any) -> Any:
 
 def _loss(output: Any) -> Tensor:
     """Return a sum over samples, and so over micro-batches, of all real tensors in the output."""
-    return sum(
-        (
-            _from_constants(leaf.value)
-            for leaf in leaves_of(output)
-            if isinstance(leaf.value, Tensor) and leaf.value.requires_grad
-        ),
-        torch.zeros(()),
-    )
-
-
-def _from_constants(x: Tensor) -> Tensor:
-    target = torch.arange(x[0].numel(), dtype=x.dtype).cos().view(x.shape[1:])
-    return (x - target).square().sum() / x[0].numel()
+    loss = torch.zeros(())
+    for leaf in leaves_of(output):
+        x = leaf.value
+        if isinstance(x, Tensor) and x.requires_grad:
+            target = torch.arange(x[0].numel(), dtype=x.dtype).cos().view(x.shape[1:])
+            loss = loss + (x - target).square().sum() / x[0].numel()
+    return loss
