@@ -1,3 +1,3 @@
 """The version of this package; the changelog's newest release matches it."""
 
-__version__ = '0.35.0'
+__version__ = '0.35.1'

@@ -49,6 +49,7 @@ def test_a_wrong_option_gets_one_line_before_any_process_starts(run, tmp_path, m
         (['--offload', '--plan', 'auto'], '--offload is without --plan'),
         (['--tokenizer', 'gpt2'], '--tokenizer is for --dataset'),
         (['--dataset', '/proc/nothing', '--mock-data'], 'exclude each other'),
+        (['--lr', '1e-4', '--min-lr', '1e-3'], '--min-lr 0.001 is more than --lr 0.0001'),
         (['--dtype', 'int8'], "'bfloat16'"),
     ]:
         monkeypatch.setattr(command, 'launch', None)

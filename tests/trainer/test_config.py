@@ -5,6 +5,7 @@ import pytest
 
 from torchgpipe.trainer import config as options
 from torchgpipe.trainer.config import Config, Size, complete, config_of, option_fields
+from torchgpipe.trainer.train_gpt import learning_rate
 
 
 def test_a_field_is_an_option():
@@ -49,6 +50,14 @@ def test_stages_of_the_host_memory_are_as_small_as_possible():
     for pipe, stages in ((1, 6), (2, 6), (4, 4)):
         config = complete(Config(cpu=True, offload=True, pipe=pipe, global_batch_size=16))
         assert len(config.balance) == stages and sum(config.balance) == 6
+
+
+def test_the_least_learning_rate_follows_from_the_largest():
+    assert complete(Config(cpu=True)).min_lr == 1e-4
+    small = complete(Config(cpu=True, lr=6e-5))
+    rates = [learning_rate(small, step) for step in range(small.steps)]
+    assert max(rates) == pytest.approx(6e-5) and rates[-1] == pytest.approx(6e-6)
+    assert complete(Config(cpu=True, min_lr=0.0)).min_lr == 0
 
 
 def test_vocabularies():

@@ -77,6 +77,8 @@ def check_files(config: Config) -> dict[str, Any]:
         click.UsageError: Some cannot be read or written, or they belong to another training.
     """
     output_folder(config.output)
+    # These are the same until the end. The mesh, the number of steps, the learning rate and the
+    # clipping of gradients may change when a training is resumed.
     training = {
         **config.sizes._asdict(),
         'experts': config.experts,

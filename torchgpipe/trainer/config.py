@@ -56,7 +56,7 @@ def option(default: Any, kind: Any, help: str, names: str = '') -> Any:
     """Return a field that is an option.
 
     Args:
-        default: The value without the option; 0 or '' for an option without a default.
+        default: The value without the option; 0, '' or None for one that :func:`complete` sets.
         kind: The type for click: a list of choices, or ``bool`` for a flag.
         help: The help text.
         names: Further names, such as ``--dp``.
@@ -149,7 +149,9 @@ class Config:
     )
     steps: int = option(300, COUNT, 'Steps in all.')
     lr: float = option(1e-3, NUMBER, 'The largest learning rate.')
-    min_lr: float = option(1e-4, NUMBER, 'The learning rate of the last step.')
+    min_lr: float = option(
+        None, NUMBER, 'The learning rate of the last step.  [default: a tenth of --lr]'
+    )
     warmup_steps: int = option(20, COUNT_OR_ZERO, 'Steps in which the learning rate grows.')
     weight_decay: float = option(0.1, NUMBER, 'Of matrices, by AdamW.')
     grad_clip: float = option(1.0, NUMBER, 'The largest norm of gradients; 0 for any.')
@@ -275,6 +277,7 @@ def complete(config: Config) -> Config:
     config = _complete_sizes(config)
     config = _complete_stages(config)
     config = _complete_batch(config)
+    config = _complete_rate(config)
     _check_plan(config)
     if not config.dry_run:
         _check_processes(config)
@@ -401,6 +404,12 @@ def _complete_batch(config: Config) -> Config:
         f'{config.data} × --micro-batch-size {config.micro_batch_size}',
     )
     return config
+
+
+def _complete_rate(config: Config) -> Config:
+    least = config.lr / 10 if config.min_lr is None else config.min_lr
+    require(least <= config.lr, f'--min-lr {least:g} is more than --lr {config.lr:g}')
+    return replace(config, min_lr=least)
 
 
 def _check_plan(config: Config) -> None:
