@@ -221,6 +221,10 @@ class Config:
         """The number of ranks."""
         return self.data * self.pipe * self.tensor
 
+    def is_validated(self, step: int) -> bool:
+        """Return whether a step, counted from 1, ends with a validation."""
+        return step % self.eval_interval == 0 or step == self.steps
+
     def resumed(self) -> 'Config':
         """Return the options to continue from the newest checkpoint."""
         return replace(self, resume=True)

@@ -120,21 +120,22 @@ def check_tokens(tokens: Tensor, vocabulary: int) -> None:
 
 
 @lru_cache(maxsize=2)
-def epoch_of(seed: int, epoch: int, tokens: int, block: int) -> Tensor:
+def epoch_of(seed: int, epoch: int, token_count: int, block: int) -> Tensor:
     """Return where the samples of an epoch start: one after the other, shuffled."""
     generator = torch.Generator().manual_seed(seed << 31 | epoch)
     first = torch.randint(block, (), generator=generator)
-    return first + block * torch.randperm((tokens - block) // block, generator=generator)
+    samples = (token_count - block) // block
+    return first + block * torch.randperm(samples, generator=generator)
 
 
-def starts_of(config: Config, tokens: int, step: int) -> Tensor:
+def starts_of(config: Config, token_count: int, step: int) -> Tensor:
     """Return where the samples of a step start, of shape (chunks, data, micro-batch size)."""
     block, batch = config.block_size, config.global_batch_size
-    samples_per_epoch = (tokens - block) // block
+    samples_per_epoch = (token_count - block) // block
     starts = []
     for number in range(step * batch, (step + 1) * batch):
         epoch, index = divmod(number, samples_per_epoch)
-        starts.append(epoch_of(config.seed, epoch, tokens, block)[index])
+        starts.append(epoch_of(config.seed, epoch, token_count, block)[index])
     return torch.stack(starts).view(config.chunks, config.data, -1)
 
 
@@ -148,16 +149,16 @@ def samples_at(
     return samples[:, :-1].to(device), samples[:, 1:].to(device)
 
 
-def validation_parts(config: Config, tokens: int, replica: int) -> list[tuple[int, Tensor]]:
+def validation_parts(config: Config, token_count: int, replica: int) -> list[tuple[int, Tensor]]:
     """Return the batches of a validation: the number of samples, and where a replica's start.
 
     Args:
         config: The options.
-        tokens: The number of tokens to validate with.
+        token_count: The number of tokens to validate with.
         replica: The replica.
     """
     block, batch = config.block_size, config.global_batch_size
-    starts = block * torch.arange((tokens - 1) // block)
+    starts = block * torch.arange((token_count - 1) // block)
     if config.eval_batches:
         starts = starts[: config.eval_batches * batch]
 

@@ -100,7 +100,7 @@ def train(config: Config, training: dict[str, Any]) -> None:
     while step < config.steps:
         step += 1
         is_last = step == config.steps
-        is_validated = step % config.eval_interval == 0 or is_last
+        is_validated = config.is_validated(step)
         is_logged = step % config.log_interval == 0 or is_validated
         is_saved = config.save and (step % config.save_interval == 0 or is_last)
 
@@ -150,8 +150,8 @@ def train(config: Config, training: dict[str, Any]) -> None:
         if entry:
             validate_and_log(config, model, dataset, report, entry)
 
-    text = generate(config, model)
-    report.end(text)
+    generated = generate(config, model)
+    report.end(generated)
     dist.destroy_process_group()
 
 
@@ -269,8 +269,7 @@ def validate_and_log(
     entry: dict[str, Any],
 ) -> None:
     """Add the loss of a validation to the entry of a step, if the step has one, and log it."""
-    step = entry['step']
-    if step % config.eval_interval == 0 or step == config.steps:
+    if config.is_validated(entry['step']):
         entry['val_loss'] = validate(config, model, dataset.val, report)
         report.lap(Phase.VALIDATION)
     report.log(entry)
