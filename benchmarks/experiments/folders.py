@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.experiments.zoo.libraries import sample_of
+from benchmarks.harness.options import choices_option
 from benchmarks.harness.report import Part, Section, output_option, write_json
 from torchgpipe import Arguments
 from torchgpipe.base.structure import call
@@ -163,14 +164,7 @@ def _loaded(model: Any, folder: Path) -> dict[str, Tensor]:
 
 
 @click.command()
-@click.option(
-    '--model',
-    'models',
-    type=click.Choice([*CONFIGS]),
-    multiple=True,
-    default=[*CONFIGS],
-    help='Some of these only, by name.',
-)
+@choices_option('--model', 'models', CONFIGS)
 @output_option
 def folders(models: tuple[str, ...], output: str) -> None:
     """Train models of Transformers from a folder on a mesh, and save them for from_pretrained."""

@@ -25,6 +25,7 @@ from tqdm import tqdm
 from benchmarks.experiments.scaling.meshes import TORCHGPIPE, Contender, Mesh, Work
 from benchmarks.experiments.scaling.worker import Worker
 from benchmarks.harness.hosts import Network, on_hosts, why_not
+from benchmarks.harness.options import distinct
 from benchmarks.harness.report import Part, Rows, Section, output_option
 from benchmarks.harness.timing import (
     check_losses,
@@ -261,6 +262,7 @@ def _row(
     'rates',
     multiple=True,
     default=['100mbit', '400mbit', UNLIMITED],
+    callback=distinct,
     help='Of the link, in the notation of tc, of at least 5mbit; or none for no limit. May be '
     'given several times.',
 )
@@ -299,7 +301,7 @@ def two_hosts(
         return
     sizes = Sizes(512, context, width, 4, layers, False)
     work = Work(sizes, batch, batch, batch // chunks)
-    links = [None if rate == UNLIMITED else rate for rate in dict.fromkeys(rates)]
+    links = [None if rate == UNLIMITED else rate for rate in rates]
     for rate in links:
         _check_rate(rate)
     # A network would outlive a process that a signal ends at once.

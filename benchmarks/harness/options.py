@@ -1,6 +1,6 @@
 """The options that all experiments have in common, and the simulated accelerator of the tests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,6 +228,25 @@ def all_options(options: Sequence[Decorator]) -> Decorator:
         return function
 
     return decorate
+
+
+def distinct(context: Any, parameter: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the values of an option that may be repeated, each once."""
+    return tuple(dict.fromkeys(values))
+
+
+def choices_option(name: str, variable: str, choices: Iterable[str], help: str = '') -> Decorator:
+    """Return an option for some of several names, by default for all of them."""
+    names = [*choices]
+    return click.option(
+        name,
+        variable,
+        type=click.Choice(names),
+        multiple=True,
+        default=names,
+        callback=distinct,
+        help=f'{help} May be given several times.'.strip(),
+    )
 
 
 def _epochs_of_context() -> int:

@@ -23,6 +23,7 @@ from benchmarks.experiments.scaling.meshes import (
 )
 from benchmarks.experiments.scaling.tables import KINDS, panels, parts
 from benchmarks.experiments.scaling.worker import COUNTED, Answer, Counts, Worker
+from benchmarks.harness.options import choices_option
 from benchmarks.harness.report import Section, output_option
 from benchmarks.harness.timing import check_losses, order_of_round, quartiles, rounds_option
 from torchgpipe.base.devices import accelerator, accelerators
@@ -211,23 +212,13 @@ def _against(
     default=8,
     help='Micro-batches of this mini-batch. Micro-batches have one size in all cases.',
 )
-@click.option(
-    '--mesh',
-    'meshes',
-    type=click.Choice([*MESHES]),
-    multiple=True,
-    default=[*MESHES],
-    help='May be given several times.',
-)
-@click.option(
+@choices_option('--mesh', 'meshes', MESHES)
+@choices_option(
     '--kind',
     'kinds',
-    type=click.Choice([*KINDS]),
-    multiple=True,
-    default=[*KINDS],
-    help='strong: the same mini-batch on all meshes; weak: a mini-batch for each process; '
-    'accumulated: gradients of four mini-batches are reduced once; small: 20 small layers for '
-    'each process. May be given several times.',
+    KINDS,
+    'strong: the same mini-batch on all meshes; weak: a mini-batch for each process; accumulated: '
+    'gradients of four mini-batches are reduced once; small: 20 small layers for each process.',
 )
 @rounds_option(5)
 @click.option(
@@ -269,7 +260,7 @@ def scaling(
     shares if there are more processes than cores.
     """
     sizes = Sizes(words, context, width, heads, layers, False)
-    chosen = {name: MESHES[name] for name in dict.fromkeys(meshes)}
+    chosen = {name: MESHES[name] for name in meshes}
     _check(sizes, batch, chunks, chosen, device)
     folder = output_folder(output)
     results: dict[str, Any] = {
@@ -282,7 +273,7 @@ def scaling(
         'rows': [],
         'others': [],
     }
-    for kind in dict.fromkeys(kinds):
+    for kind in kinds:
         suited = [mesh for mesh in chosen.values() if _is_suited(mesh, kind)]
         for n in sorted({mesh.size for mesh in suited}):
             work = _work(kind, n, Work(sizes, batch, batch, batch // chunks))

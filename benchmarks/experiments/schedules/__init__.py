@@ -14,6 +14,7 @@ from tqdm import tqdm
 from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, Stage, contenders
 from benchmarks.experiments.schedules.prediction import Prediction, predict
 from benchmarks.harness.charts import Bars, bar
+from benchmarks.harness.options import choices_option, distinct
 from benchmarks.harness.report import Part, Rows, Section, output_option
 from benchmarks.harness.timing import check_losses, one_thread, rounds_option, time_in_turn
 from benchmarks.models.stacks import STACKS, Stack
@@ -117,19 +118,13 @@ def _prediction(
 
 
 @click.command()
-@click.option(
-    '--stack',
-    'stacks',
-    type=click.Choice([*STACKS]),
-    multiple=True,
-    default=[*STACKS],
-    help='May be given several times.',
-)
+@choices_option('--stack', 'stacks', STACKS)
 @click.option(
     '--partitions',
     type=click.IntRange(2),
     multiple=True,
     default=(2,),
+    callback=distinct,
     help='On cpu:0, cpu:1 and so on; may be given several times.',
 )
 @click.option(
@@ -137,6 +132,7 @@ def _prediction(
     type=click.IntRange(1),
     multiple=True,
     default=(8, 16),
+    callback=distinct,
     help='Micro-batches; may be given several times.',
 )
 @click.option(

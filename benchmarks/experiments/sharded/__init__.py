@@ -50,6 +50,7 @@ from benchmarks.experiments.sharded.workers import (
 )
 from benchmarks.harness.charts import Curves
 from benchmarks.harness.memory import free_memory, require
+from benchmarks.harness.options import choices_option
 from benchmarks.harness.report import Part, Rows, Section
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 from torchgpipe.trainer.gpt import GPT, Sizes, layers, tensor_plan
@@ -301,14 +302,7 @@ BYTES = 16
 
 @click.command('mingpt-sizes')
 @sharding_options(3, (2, 4))
-@click.option(
-    '--size',
-    'names',
-    type=click.Choice([*SIZES]),
-    multiple=True,
-    default=[*SIZES],
-    help='May be given several times.',
-)
+@choices_option('--size', 'names', SIZES)
 def mingpt_sizes(
     numbers: tuple[int, ...], steps: int, output: str, names: tuple[str, ...]
 ) -> None:

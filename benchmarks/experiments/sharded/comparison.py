@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from benchmarks.harness.charts import Curves
 from benchmarks.harness.memory import peak_memory, size_of_partition
-from benchmarks.harness.options import Decorator, all_options
+from benchmarks.harness.options import Decorator, all_options, distinct
 from benchmarks.harness.report import Rows, Section, output_option
 from torchgpipe.base.devices import CPU
 from torchgpipe.trainer.files import output_folder
@@ -175,7 +175,7 @@ def sharding_options(steps: int, processes: tuple[int, ...] = (1, 2, 4)) -> Deco
                 multiple=True,
                 default=processes,
                 show_default=True,
-                callback=_drop_repeated,
+                callback=distinct,
                 help='How many share the model; may be given several times.',
             ),
             click.option(
@@ -188,10 +188,6 @@ def sharding_options(steps: int, processes: tuple[int, ...] = (1, 2, 4)) -> Deco
             output_option,
         ]
     )
-
-
-def _drop_repeated(context: Any, parameter: Any, value: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(value))
 
 
 def memory_cells(row: dict[str, Any]) -> list[str]:
