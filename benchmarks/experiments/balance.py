@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks.harness.memory import Turns
+from benchmarks.harness.options import count_option
 from benchmarks.harness.report import Part, Section, output_option
 from torchgpipe import GPipe
 from torchgpipe.balance import Balance, profile
@@ -149,12 +150,7 @@ def repeat(name: str, n: int, mode: str, device: str, rounds: int) -> dict[str, 
 
 @click.command()
 @click.option('--device', default='cpu', help='Where to measure.')
-@click.option(
-    '--rounds',
-    type=click.IntRange(1),
-    default=7,
-    help='Rounds of profile and measurement, of which the median counts.',
-)
+@count_option('--rounds', 7, 'Rounds of profile and measurement, of which the median counts.')
 @output_option
 def balance(device: str, rounds: int, output: str) -> None:
     """Compare the predicted time of the slowest partition with the measured one.

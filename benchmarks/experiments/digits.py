@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from benchmarks.harness.charts import Curves
 from benchmarks.harness.memory import peak_memory
-from benchmarks.harness.options import choose_devices
+from benchmarks.harness.options import choose_devices, count_option
 from benchmarks.harness.report import Part, Rows, Section, output_option
 from benchmarks.harness.timing import one_thread
 from torchgpipe import GPipe
@@ -239,12 +239,7 @@ def contenders(choice: Choice, threads: int, steps: int) -> dict[str, Training]:
 
 
 @click.command()
-@click.option(
-    '--epochs',
-    type=click.IntRange(1),
-    default=12,
-    help='Passes over the training set.',
-)
+@count_option('--epochs', 12, 'Passes over the training set.')
 @click.option(
     '--chunks',
     type=click.IntRange(1, BATCH),

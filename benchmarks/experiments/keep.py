@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from benchmarks.harness.charts import Curves
 from benchmarks.harness.memory import LiveTensors
+from benchmarks.harness.options import count_option
 from benchmarks.harness.report import Part, Rows, Section, output_option
 from benchmarks.harness.timing import one_thread, rounds_option, time_in_turn
 from torchgpipe import GPipe
@@ -149,8 +150,8 @@ def predicted_bytes(costs: Profile, kept: Kept) -> int | None:
 
 
 @click.command()
-@click.option('--depth', type=click.IntRange(1), default=12, help='Blocks.')
-@click.option('--samples', type=click.IntRange(1), default=4, help='Micro-batches.')
+@count_option('--depth', 12, 'Blocks.')
+@count_option('--samples', 4, 'Micro-batches.')
 @rounds_option(9)
 @output_option
 def keep(depth: int, samples: int, rounds: int, output: str) -> None:

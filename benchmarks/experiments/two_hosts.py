@@ -25,7 +25,7 @@ from tqdm import tqdm
 from benchmarks.experiments.scaling.meshes import TORCHGPIPE, Contender, Mesh, Work
 from benchmarks.experiments.scaling.worker import Worker
 from benchmarks.harness.hosts import Network, on_hosts, why_not
-from benchmarks.harness.options import distinct
+from benchmarks.harness.options import count_option, distinct
 from benchmarks.harness.report import Part, Rows, Section, output_option
 from benchmarks.harness.timing import (
     check_losses,
@@ -266,11 +266,11 @@ def _row(
     help='Of the link, in the notation of tc, of at least 5mbit; or none for no limit. May be '
     'given several times.',
 )
-@click.option('--layers', type=click.IntRange(2), default=4, help='Blocks of the GPT.')
-@click.option('--width', type=click.IntRange(4), default=256, help='Features of a token.')
-@click.option('--context', type=click.IntRange(1), default=128, help='Tokens of a sequence.')
-@click.option('--batch', type=click.IntRange(1), default=8, help='Sequences of a mini-batch.')
-@click.option('--chunks', type=click.IntRange(1), default=4, help='Micro-batches of it.')
+@count_option('--layers', 4, 'Blocks of the GPT.', least=2)
+@count_option('--width', 256, 'Features of a token.', least=4)
+@count_option('--context', 128, 'Tokens of a sequence.')
+@count_option('--batch', 8, 'Sequences of a mini-batch.')
+@count_option('--chunks', 4, 'Micro-batches of it.')
 @rounds_option(9)
 @output_option
 def two_hosts(

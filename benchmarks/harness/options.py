@@ -230,6 +230,11 @@ def all_options(options: Sequence[Decorator]) -> Decorator:
     return decorate
 
 
+def count_option(name: str, default: int, help: str, least: int = 1) -> Decorator:
+    """Return an option for a whole number."""
+    return click.option(name, type=click.IntRange(least), default=default, help=help)
+
+
 def distinct(context: Any, parameter: Any, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the values of an option that may be repeated, each once."""
     return tuple(dict.fromkeys(values))

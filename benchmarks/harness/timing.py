@@ -6,22 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import click
 import torch
 
+from benchmarks.harness.options import Decorator, count_option
 from torchgpipe.base.devices import synchronize
 
 Item = TypeVar('Item')
 
 
-def rounds_option(default: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def rounds_option(default: int) -> Decorator:
     """Return the option of a command that measures in turn."""
-    return click.option(
-        '--rounds',
-        type=click.IntRange(1),
-        default=default,
-        help='Interleaved rounds, of which the medians count.',
-    )
+    return count_option('--rounds', default, 'Interleaved rounds, of which the medians count.')
 
 
 def order_of_round(items: Sequence[Item], number: int) -> list[Item]:

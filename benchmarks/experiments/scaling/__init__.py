@@ -23,7 +23,7 @@ from benchmarks.experiments.scaling.meshes import (
 )
 from benchmarks.experiments.scaling.tables import KINDS, panels, parts
 from benchmarks.experiments.scaling.worker import COUNTED, Answer, Counts, Worker
-from benchmarks.harness.options import choices_option
+from benchmarks.harness.options import choices_option, count_option
 from benchmarks.harness.report import Section, output_option
 from benchmarks.harness.timing import check_losses, order_of_round, quartiles, rounds_option
 from torchgpipe.base.devices import accelerator, accelerators
@@ -195,22 +195,14 @@ def _against(
 
 
 @click.command()
-@click.option('--layers', type=click.IntRange(1), default=4, help='Blocks of the GPT.')
-@click.option('--width', type=click.IntRange(1), default=256, help='Features of a token.')
-@click.option('--heads', type=click.IntRange(1), default=4, help='Heads of each block.')
-@click.option('--words', type=click.IntRange(2), default=512, help='Different tokens.')
-@click.option('--context', type=click.IntRange(1), default=128, help='Tokens of a sequence.')
-@click.option(
-    '--batch',
-    type=click.IntRange(1),
-    default=8,
-    help='Sequences of the mini-batch of one process.',
-)
-@click.option(
-    '--chunks',
-    type=click.IntRange(1),
-    default=8,
-    help='Micro-batches of this mini-batch. Micro-batches have one size in all cases.',
+@count_option('--layers', 4, 'Blocks of the GPT.')
+@count_option('--width', 256, 'Features of a token.')
+@count_option('--heads', 4, 'Heads of each block.')
+@count_option('--words', 512, 'Different tokens.', least=2)
+@count_option('--context', 128, 'Tokens of a sequence.')
+@count_option('--batch', 8, 'Sequences of the mini-batch of one process.')
+@count_option(
+    '--chunks', 8, 'Micro-batches of this mini-batch. Micro-batches have one size in all cases.'
 )
 @choices_option('--mesh', 'meshes', MESHES)
 @choices_option(

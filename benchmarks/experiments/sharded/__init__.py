@@ -50,7 +50,7 @@ from benchmarks.experiments.sharded.workers import (
 )
 from benchmarks.harness.charts import Curves
 from benchmarks.harness.memory import free_memory, require
-from benchmarks.harness.options import choices_option
+from benchmarks.harness.options import choices_option, count_option
 from benchmarks.harness.report import Part, Rows, Section
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 from torchgpipe.trainer.gpt import GPT, Sizes, layers, tensor_plan
@@ -89,8 +89,8 @@ def measure_sizes(
 @click.command()
 @sharding_options(7)
 @classes_option
-@click.option('--features', type=click.IntRange(1), default=64, help='Of a sample.')
-@click.option('--batch', type=click.IntRange(1), default=64, help='Samples of a step.')
+@count_option('--features', 64, 'Of a sample.')
+@count_option('--batch', 64, 'Samples of a step.')
 def classes(
     numbers: tuple[int, ...],
     steps: int,
@@ -175,10 +175,8 @@ def classes_parts(results: Results) -> Parts:
 @click.command('classes-resnet18')
 @sharding_options(3, (2, 4))
 @classes_option
-@click.option(
-    '--resolution', type=click.IntRange(32), default=64, help='Height and width of the images.'
-)
-@click.option('--batch', type=click.IntRange(2), default=16, help='Samples of a step.')
+@count_option('--resolution', 64, 'Height and width of the images.', least=32)
+@count_option('--batch', 16, 'Samples of a step.', least=2)
 def classes_resnet18(
     numbers: tuple[int, ...],
     steps: int,
@@ -231,14 +229,9 @@ TEXT = Path(__file__).parents[3] / 'LICENSE'
 
 @click.command()
 @sharding_options(200)
-@click.option('--width', type=click.IntRange(1), default=64, help='Features of a character.')
-@click.option(
-    '--heads',
-    type=click.IntRange(1),
-    default=4,
-    help='Heads, which share the features, and which processes share.',
-)
-@click.option('--depth', type=click.IntRange(1), default=3, help='Blocks.')
+@count_option('--width', 64, 'Features of a character.')
+@count_option('--heads', 4, 'Heads, which share the features, and which processes share.')
+@count_option('--depth', 3, 'Blocks.')
 @click.option(
     '--context',
     type=click.IntRange(1, 1000),

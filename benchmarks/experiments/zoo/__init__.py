@@ -19,7 +19,7 @@ from benchmarks.experiments.zoo.convert import Case, converted, reason
 from benchmarks.experiments.zoo.libraries import LIBRARIES
 from benchmarks.experiments.zoo.train import differences, without_dropout
 from benchmarks.harness.memory import memory_limit
-from benchmarks.harness.options import choices_option
+from benchmarks.harness.options import choices_option, count_option
 from benchmarks.harness.report import Part, Rows, Section, write_json
 from torchgpipe.trainer.files import output_folder
 
@@ -52,12 +52,7 @@ MEANING = (
 @click.option('--model', 'models', multiple=True, help='Some of these only, by name.')
 @click.option('--missing', is_flag=True, help='Those only that the JSON file has no row of.')
 @click.option('--train', is_flag=True, help='Train them in pipelines as well.')
-@click.option(
-    '--patience',
-    type=click.IntRange(1),
-    default=PATIENCE,
-    help='Seconds that a model may take.',
-)
+@count_option('--patience', PATIENCE, 'Seconds that a model may take.')
 @click.option(
     '--output',
     default='results',
