@@ -7,12 +7,18 @@
     harness       code that they share:
                   published   the tables of torchgpipe 0.0.7 and the GPipe paper
                   experiment  their settings and figures
-                  options     the user's options
-                  simulated   accelerators where there are none
-                  job         one setting
-                  campaign    settings one after another, tables, JSON, pictures
-                  page        the page of the results
-    models        models of the published tables, transformers, and sharded models
+                  options     the user's options, and the simulated accelerator
+                  job         the training of one setting
+                  memory      the memory of a step, and its exhaustion
+                  campaign    settings one after another
+                  tables      their rows, notes and bars
+                  timing      contenders in turn
+                  report      output, files and pages of results
+                  charts      pictures
+                  page        the page of the results; costs is another one
+                  listing     the list of commands
+                  hosts       hosts in one, with a slow link
+    models        models of the published tables, and stacks of equal layers
     results       stored measurements
 """
 

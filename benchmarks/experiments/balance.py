@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from benchmarks.harness.memory import Turns
-from benchmarks.harness.options import count_option
-from benchmarks.harness.report import Part, Section, output_option
+from benchmarks.harness.options import count_option, output_option
+from benchmarks.harness.report import Part, Section
 from torchgpipe import GPipe
 from torchgpipe.balance import Balance, profile
-from torchgpipe.base.devices import synchronize
+from torchgpipe.base.devices import is_cpu, synchronize
 from torchgpipe.skip import Namespace, SkipGenerator, Skippable, pop, skippable, stash
 from torchgpipe.trainer.files import output_folder
 
@@ -87,8 +87,11 @@ MODELS: dict[str, Callable[[], tuple[nn.Sequential, Tensor]]] = {
 class Stopwatch(Turns):
     """The time that each partition takes in forward, recomputation and backward, in the pipeline.
 
-    For partitions on one device, where one thing happens at a time.
+    For partitions on one device, where one thing happens at a time. So there is one turn for all
+    threads: on an accelerator, backward runs in another thread.
     """
+
+    owner: int | None = None
 
     def __init__(self, gpipe: GPipe) -> None:
         super().__init__(list(gpipe.partitions))
@@ -103,7 +106,7 @@ class Stopwatch(Turns):
         if self.owner is not None:
             self.seconds[self.owner] += now - self._since
         self._since = now
-        super().give(j)
+        self.owner = j
 
 
 def measure(
@@ -166,7 +169,7 @@ def balance(device: str, rounds: int, output: str) -> None:
     results = []
     for name, n, mode in tqdm([*product(MODELS, SIZES, MODES)], desc='balance', leave=False):
         results.append(repeat(name, n, mode, device, rounds))
-    SECTION.publish(results, folder)
+    SECTION.publish(results, folder, not is_cpu(torch.device(device)))
 
 
 def _parts(results: list[dict[str, Any]]) -> list[Part]:

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from benchmarks.harness.charts import Curves
-from benchmarks.harness.report import Part, Rows, Section, output_option
+from benchmarks.harness.options import output_option
+from benchmarks.harness.report import Part, Rows, Section
 from benchmarks.harness.timing import one_thread, rounds_option, time_in_turn
 from benchmarks.models.stacks import Stack, perceptron
 from torchgpipe import GPipe
@@ -37,14 +38,6 @@ two threads each train one of the cells by itself, and neither waits for the oth
 the same work in one thread, and the ideal is 2."""
 
 Call = Callable[[], object]
-
-
-def depth_of(stack: Stack, milliseconds: float) -> int:
-    """Return the number of layers whose forward takes as long, in one thread."""
-    layers, (x, _) = stack.build(1, 10), stack.data(1)
-    with torch.no_grad():
-        (times,) = time_in_turn({0: lambda: layers(x)}, 20).values()
-    return max(1, round(milliseconds / 1e3 * 10 / median(times)))
 
 
 def contenders(cells: nn.Sequential, stack: Stack, m: int) -> dict[str, tuple[Call, Call]]:
@@ -92,7 +85,7 @@ def contenders(cells: nn.Sequential, stack: Stack, m: int) -> dict[str, tuple[Ca
 
 def measure(stack: Stack, milliseconds: float, m: int, rounds: int) -> list[dict[str, Any]]:
     """Time a forward pass and a training step, serial and pipelined: medians over rounds."""
-    depth = depth_of(stack, milliseconds)
+    depth = max(1, round(milliseconds / 1e3 / stack.layer_seconds()))
     calls: dict[tuple[str, int], Call] = {}
     for kind, (serial, pipelined) in contenders(stack.build(2, depth), stack, m).items():
         calls[kind, 1] = serial

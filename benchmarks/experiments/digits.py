@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from benchmarks.harness.charts import Curves
 from benchmarks.harness.memory import peak_memory
-from benchmarks.harness.options import choose_devices, count_option
-from benchmarks.harness.report import Part, Rows, Section, output_option
-from benchmarks.harness.timing import one_thread
+from benchmarks.harness.options import choose_devices, count_option, output_option
+from benchmarks.harness.report import Part, Rows, Section
+from benchmarks.harness.timing import one_thread, order_of_round
 from torchgpipe import GPipe
 from torchgpipe.base.devices import accelerators, is_cpu, memory_of
 from torchgpipe.plan import plan
@@ -146,9 +146,9 @@ def train(trainings: dict[str, Training], data: Data, epochs: int) -> dict[str, 
     """Let all of them train, an epoch each in turn."""
     with tqdm(total=epochs * len(trainings), unit='epoch', leave=False) as bar:
         for number in range(epochs):
-            for name, training in trainings.items():
+            for name in order_of_round([*trainings], number):
                 bar.set_description(name)
-                training.epoch(data, number)
+                trainings[name].epoch(data, number)
                 bar.update()
     return {name: training.result(data) for name, training in trainings.items()}
 
@@ -298,7 +298,7 @@ def digits(
         'threads': threads,
         'curves': {name: curve._asdict() for name, curve in curves.items()},
     }
-    SECTION.publish(results, folder)
+    SECTION.publish(results, folder, not is_cpu(choice.devices[0]))
 
 
 def baseline(results: dict[str, Any]) -> str:
@@ -366,3 +366,4 @@ def parts(results: dict[str, Any]) -> Iterator[Part]:
 
 SECTION = Section('Handwritten digits', 'digits', parts, panels)
 COMMANDS = [digits]
+SECTIONS = [SECTION]

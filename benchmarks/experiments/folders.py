@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.experiments.zoo.libraries import sample_of
-from benchmarks.harness.options import choices_option
-from benchmarks.harness.report import Part, Section, output_option, write_json
+from benchmarks.harness.options import choices_option, output_option
+from benchmarks.harness.report import Part, Section, write_json
 from torchgpipe import Arguments
 from torchgpipe.base.structure import call
 from torchgpipe.trainer.files import output_folder
@@ -137,7 +137,8 @@ def row_of(name: str) -> dict[str, Any]:
             unchanged = _loaded(model, target / 'before')
             trained = _loaded(model, target / 'after')
             row[f'{mesh}, equal'] = all(torch.equal(before[key], unchanged[key]) for key in before)
-            row[str(mesh)] = max(float((after[key] - trained[key]).abs().max()) for key in after)
+            differences = [(after[key] - trained[key]).abs().max() for key in after]
+            row[str(mesh)] = torch.stack(differences).max().item()
     return row
 
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from benchmarks.harness.charts import Curves
 from benchmarks.harness.memory import LiveTensors
-from benchmarks.harness.options import count_option
-from benchmarks.harness.report import Part, Rows, Section, output_option
+from benchmarks.harness.options import count_option, output_option
+from benchmarks.harness.report import Part, Rows, Section
 from benchmarks.harness.timing import one_thread, rounds_option, time_in_turn
 from torchgpipe import GPipe
 from torchgpipe.balance import Profile, profile

@@ -6,7 +6,9 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.harness.report import Part, Rows, Section, output_option
+from benchmarks.harness.options import output_option
+from benchmarks.harness.report import Part, Rows, Section
+from benchmarks.harness.timing import one_thread
 from torchgpipe.base.devices import CPU, accelerator, current_device, is_cpu
 from torchgpipe.plan import Machine, Transformer
 from torchgpipe.trainer.files import output_folder
@@ -32,15 +34,15 @@ def timed_block(
 
     def step() -> None:
         block(x).backward(grad)
-        block.zero_grad(set_to_none=False)
 
     both = seconds(step, device, 0.3)
     forward = seconds(partial(block, x), device, 0.3)
     saved: float | None = None
     if not is_cpu(device):
-        before = torch.cuda.memory_allocated(device)
+        module = torch.get_device_module(device)
+        before = module.memory_allocated(device)
         output = block(x)
-        saved = torch.cuda.memory_allocated(device) - before
+        saved = module.memory_allocated(device) - before
         del output
 
     name = str(dtype).removeprefix('torch.')
@@ -66,10 +68,11 @@ def machine(output: str) -> None:
     """Measure this machine, for plans of a mesh; and predict GPT blocks that are also timed."""
     folder = output_folder(output)
     device = current_device() if accelerator() else CPU
-    torch.set_num_threads(1)  # as a rank has, if there are as many as cores
-    measured = measure_machine(device)
-    blocks = [timed_block(measured, device, *sizes) for sizes in BLOCKS[is_cpu(device)]]
-    SECTION.publish({'machine': measured.to_dict(), 'blocks': blocks}, folder)
+    with one_thread():  # as in a rank, if there are as many as cores
+        measured = measure_machine(device)
+        blocks = [timed_block(measured, device, *sizes) for sizes in BLOCKS[is_cpu(device)]]
+    results = {'machine': measured.to_dict(), 'blocks': blocks}
+    SECTION.publish(results, folder, not is_cpu(device))
 
 
 def machine_rows(machine: Machine) -> Rows:

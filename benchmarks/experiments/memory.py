@@ -74,8 +74,12 @@ def train_keeping_gradients(job: Job, turns: Turns | None = None) -> None:
     memory for a parameter at a time, on its device.
     """
     turns = turns or Turns([])
-    turns.give(len(job.partitions) - 1)
-    job.forward().backward()
+    last = len(job.partitions) - 1
+    turns.give(last)
+    loss = job.forward()
+    # On an accelerator, backward runs in another thread.
+    loss.grad_fn.register_prehook(lambda grads: turns.give(last))
+    loss.backward()
     for j, optimizer in enumerate(job.optimizers):
         turns.give(j)
         optimizer.step()
@@ -126,7 +130,7 @@ def peaks_by_partition(
     Args:
         partitions: The partitions.
         run: The function to measure. Its argument is the turns, to assign its work between
-        partitions.
+            partitions.
     """
     owners = _Owners(partitions)
     bring = PlainCall._bring

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from benchmarks.harness.report import Part, Rows, Section, output_option
+from benchmarks.harness.options import output_option
+from benchmarks.harness.report import Part, Rows, Section
 from benchmarks.harness.timing import rounds_option, time_in_turn
 from torchgpipe import GPipe
 from torchgpipe.base.devices import Device, memory_of, parse_device

@@ -18,14 +18,15 @@ from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import Job, time_epochs
 from benchmarks.harness.options import Options, experiment_options, take_options
 from benchmarks.harness.published import EXPERIMENTS
-from benchmarks.harness.report import Section
+from benchmarks.harness.report import Section, chosen_options
 from benchmarks.harness.tables import prediction_bars, prediction_parts
 from torchgpipe.balance import Profile, profile
-from torchgpipe.base.devices import memory_of
+from torchgpipe.base.devices import is_cpu, memory_of
 from torchgpipe.base.settings import checkpoint_stops
 from torchgpipe.plan import Costs, simulate
 from torchgpipe.schedule import NAMES, make
 from torchgpipe.schedule.generators import PLAIN_CALL
+from torchgpipe.trainer.config import require
 from torchgpipe.trainer.files import output_folder
 
 #: Schedules for partitions that have a device each, as the published ones have.
@@ -33,6 +34,9 @@ SCHEDULES = [name for name in NAMES if len(make(name, 1, 1).stages[0]) == 1]
 
 #: Samples of a profile.
 BATCH = 8
+
+#: Options that a prediction does not use.
+UNUSED = ('--epochs', '--skip-epochs', '--dtype', '--compile', '--schedule')
 
 #: How many profiles are taken.
 PROFILES = 5
@@ -66,7 +70,9 @@ def predict(experiment: Experiment, options: Options) -> None:
         'settings': [_prediction(experiment, setting, profiles) for setting in options.settings],
     }
     name = f'{experiment.name}-predicted'
-    Section(experiment.title, name, prediction_parts, prediction_bars).publish(summary, folder)
+    Section(experiment.title, name, prediction_parts, prediction_bars).publish(
+        summary, folder, not is_cpu(device)
+    )
 
 
 def _prediction(
@@ -147,6 +153,8 @@ def _command(experiment: Experiment) -> click.Command:
     def command(predicted: bool, **options: Any) -> None:
         taken = take_options(experiment, **options)
         if predicted:
+            for word in chosen_options():
+                require(word not in UNUSED, f'{word} is for a training, without --predict')
             predict(experiment, taken)
         else:
             campaign(experiment, taken, measure)

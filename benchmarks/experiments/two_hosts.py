@@ -25,8 +25,8 @@ from tqdm import tqdm
 from benchmarks.experiments.scaling.meshes import TORCHGPIPE, Contender, Mesh, Work
 from benchmarks.experiments.scaling.worker import Worker
 from benchmarks.harness.hosts import Network, on_hosts, why_not
-from benchmarks.harness.options import count_option, distinct
-from benchmarks.harness.report import Part, Rows, Section, output_option
+from benchmarks.harness.options import count_option, distinct, output_option
+from benchmarks.harness.report import Part, Rows, Section
 from benchmarks.harness.timing import (
     check_losses,
     one_thread,
@@ -215,7 +215,7 @@ def _build(groups: Groups, bar: Any) -> dict[Spread, float]:
     for spread in SPREADS:
         counts = groups[spread.hosts].call('build', _contender(spread))
         loss = fmean(rank.losses[0] for rank in counts if rank.losses[0] is not None)
-        check_losses({spread.name: loss}, first)
+        check_losses({spread: loss}, first)
         first = first or loss
         sent[spread] = max(rank.sent.get(spread.over, 0.0) for rank in counts)
         bar.update()
@@ -226,10 +226,13 @@ def _time(groups: Groups, rounds: int, bar: Any) -> dict[Spread, list[float]]:
     """Return the seconds of a step in each round, in which each mesh takes one step."""
     steps: dict[Spread, list[float]] = {spread: [] for spread in SPREADS}
     for number in range(rounds):
+        losses = {}
         for spread in order_of_round(SPREADS, number):
             answers = groups[spread.hosts].call('step', _contender(spread))
             steps[spread].append(seconds(answer.span for answer in answers))
+            losses[spread] = fmean(answer.loss for answer in answers if answer.loss is not None)
             bar.update()
+        check_losses(losses)
     return steps
 
 

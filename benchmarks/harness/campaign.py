@@ -38,7 +38,7 @@ def campaign(experiment: Experiment, options: Options, measure: Measure) -> None
     finally:
         if results:
             section = Section(experiment.title, experiment.name, experiment_parts, experiment_bars)
-            with suppress(OSError):  # The reason has been printed.
+            with suppress(OSError):  # The folder is gone, which is an error already.
                 section.publish(summary, folder, is_accelerated(summary))
 
 

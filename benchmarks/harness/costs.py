@@ -46,8 +46,8 @@ def costs_page(stored: dict[str, dict[str, Any]], shares: Sequence[Part]) -> str
     """Write the page.
 
     Args:
-        stored: The results of ``overhead``, ``concurrency``, ``schedules`` and ``scaling``. The
-            last ones may be missing.
+        stored: The results of ``overhead``, ``concurrency`` and ``schedules``, and of ``scaling``
+            if there are some.
         shares: The text on the results of ``concurrency``.
     """
     parts = [
@@ -102,7 +102,7 @@ takes at least {ACTION:.1f} ms: see [On a GPU](gpu.md).
 
 
 def _shares(stored: dict[str, Any], shares: Sequence[Part]) -> list[Part]:
-    """Show the map."""
+    """Return the picture and the tables of two partitions."""
     between: list[Part] = []
     for share in shares:
         between += [share, '']

@@ -17,7 +17,7 @@ LEAST_RESOLUTION = 64
 RESOLUTION_STEP = 32
 
 _BUILDERS: dict[str, Callable[..., nn.Sequential]] = {
-    'resnet101': lambda: resnet101(),
+    'resnet101': resnet101,
     'amoebanetd': lambda layers, filters: amoebanetd(num_layers=layers, num_filters=filters),
     'unet': lambda convs, channels: unet(num_convs=convs, base_channels=channels),
 }

@@ -33,9 +33,9 @@ def listing(modules: Sequence[ModuleType]) -> None:
             click.echo(f'  {"  ".join(cells)}'.rstrip())
     unpublished: list[str] = []
     for module in modules:
-        names = [command.name for command in module.COMMANDS]
-        if not {*names} & {*EXPERIMENTS}:
-            unpublished += names
+        for command in module.COMMANDS:
+            if command.name not in EXPERIMENTS:
+                unpublished.append(command.name)
     click.echo(
         '\nFigures are those of torchgpipe 0.0.7 (ratio), then of other sources; memory is '
         'model + activations, in GB in the GPipe paper.\n'

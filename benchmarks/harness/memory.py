@@ -61,7 +61,11 @@ def free_memory() -> int:
     free = (_number('/proc/meminfo', r'MemAvailable: +(\d+) kB') or _UNKNOWN // 1024) * 1024
     most = _number('/sys/fs/cgroup/memory.max', r'^(\d+)$')
     used = _number('/sys/fs/cgroup/memory.current', r'^(\d+)$')
-    return free if most is None or used is None else min(free, most - used)
+    if most is None or used is None:
+        return free
+    # The cache of files can be freed.
+    cache = _number('/sys/fs/cgroup/memory.stat', r'(?m)^inactive_file (\d+)$') or 0
+    return min(free, most - used + cache)
 
 
 def _number(path: str, pattern: str) -> int | None:

@@ -11,15 +11,13 @@ from benchmarks.harness.experiment import Experiment, Setting
 from torchgpipe.base.devices import accelerator, accelerators, current_device
 from torchgpipe.schedule import make
 
-#: The type of its devices.
+#: The type of the devices of the tests' simulated accelerator, and their name.
 SIMULATED = 'sim'
-
-#: Their name.
 NAME = 'simulated accelerator'
 
 
 def is_simulated(device: torch.device | str) -> bool:
-    """Return whether a device is one of them."""
+    """Return whether a device is simulated."""
     return str(device).startswith(SIMULATED)
 
 
@@ -29,10 +27,10 @@ def is_on_host(device: torch.device) -> bool:
 
 
 def load() -> list[torch.device]:
-    """Make it the accelerator of this process, and give its devices.
+    """Make the simulated accelerator the one of this process, and return its devices.
 
     Raises:
-        click.BadParameter: It cannot be had.
+        click.BadParameter: There is another accelerator, or no source checkout.
     """
     other = torch.accelerator.current_accelerator(check_available=True)
     if other is not None and not is_simulated(other):
@@ -55,6 +53,18 @@ def load() -> list[torch.device]:
 
 #: Gives a command an option.
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+output_option = click.option(
+    '--output', default='results', metavar='DIR', help='The folder for results and pictures.'
+)
+
+scale_option = click.option(
+    '--scale',
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    callback=lambda context, parameter, value: _refuse_nan(value),
+    help='Fraction of the full size of batches and images, of at least 64².',
+)
 
 DTYPES = {name: getattr(torch, name) for name in ('float32', 'float64', 'bfloat16', 'float16')}
 
@@ -121,6 +131,11 @@ def places(schedule: str, n: int) -> list[int]:
     return [device_of[stage] for stage in range(n)]
 
 
+def equal_balance(layers: int, n: int) -> list[int]:
+    """Return the number of layers of each partition, the first ones larger by one layer."""
+    return [len(part) for part in torch.arange(layers).tensor_split(n)]
+
+
 def parse_devices(context: Any, parameter: Any, value: str | None) -> tuple[Any, ...]:
     """Read devices like cuda:0,cuda:1 and see that they are there; sim is sim:0,…,sim:3."""
     devices: list[torch.device] = []
@@ -143,7 +158,7 @@ def parse_devices(context: Any, parameter: Any, value: str | None) -> tuple[Any,
     return tuple(devices)
 
 
-def _refuse_nan(context: Any, parameter: Any, value: float) -> float:
+def _refuse_nan(value: float) -> float:
     if value != value:
         raise click.BadParameter('it is not a number')
     return value
@@ -174,14 +189,7 @@ def experiment_options(
             'simulates four accelerators. [default: all that there are, or cpu:0, '
             'cpu:1, …]',
         ),
-        click.option(
-            '--scale',
-            type=click.FloatRange(0, 1, min_open=True),
-            default=1.0,
-            callback=_refuse_nan,
-            help='Fraction of the published batch, and of height and width of the '
-            f'images ({experiment.resolution}, at least 64).',
-        ),
+        scale_option,
         click.option(
             '--epochs',
             type=click.IntRange(1),
@@ -208,12 +216,7 @@ def experiment_options(
             default=0,
             help='For parameters, data and dropout.',
         ),
-        click.option(
-            '--output',
-            default='results',
-            metavar='DIR',
-            help='Where tables, pictures and logs go.',
-        ),
+        output_option,
     ]
 
     return all_options(options)

@@ -42,16 +42,16 @@ stored in `benchmarks/results`. The page has no entries for experiments that wer
 ## Models
 
 `benchmarks/models` contains the models of the tables as sequential models: ResNet-101,
-AmoebaNet-D and U-Net. It also contains transformers from the literature, without dropout. Each
-transformer is written in the usual way, and `layers(model)` returns its layers in sequence for
-`GPipe`. Its `tensor_plan()` specifies how [`DistributedGPipe`](guide/processes.md) splits it over
-processes:
+AmoebaNet-D and U-Net. The trainer and the tests have transformers from the literature, without
+dropout. Each transformer is written in the usual way, and `layers(model)` returns its layers in
+sequence for `GPipe`. Its `tensor_plan()` specifies how
+[`DistributedGPipe`](guide/processes.md) splits it over processes:
 
 | file | models and number of parameters | weights |
 | --- | --- | --- |
-| `gpt.py` | GPT-2: 124,439,808, 354,823,168, 774,030,080, 1,557,611,200; minGPT | [1] |
-| `vit.py` | ViT-B/16: 86,567,656; ViT-L/16: 304,326,632 | [2] |
-| `gptj.py` | GPT-J: 6,050,882,784 | weights of transformers, unchanged |
+| `torchgpipe/trainer/gpt.py` | GPT-2: 124,439,808 to 1,557,611,200; minGPT | [1] |
+| `tests/benchmarks/models/vit.py` | ViT-B/16: 86,567,656; ViT-L/16: 304,326,632 | [2] |
+| `tests/benchmarks/models/gptj.py` | GPT-J: 6,050,882,784 | weights of transformers, unchanged |
 
 [1] `from_hugging_face` converts weights of transformers. [2] `from_timm` converts weights of timm.
 Parameters have the same names in these libraries, but a different order: all queries, then all
@@ -128,8 +128,9 @@ def _section(section: Section) -> str:
     stored = _stored(section.name)
     if not stored:
         return ''
-    computer = describe(stored['machine'], bool(stored['machine']['gpus']))
-    command = f'python -m benchmarks {section.name}'
+    # Stored results of earlier versions have no options.
+    computer = describe(stored['machine'], stored.get('accelerated', False))
+    command = ' '.join(['python -m benchmarks', section.name, *stored.get('options', [])])
     parts = [*section.parts(stored['results'])]
     return _text(section.title, command, computer, parts, section.name)
 

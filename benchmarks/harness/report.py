@@ -25,10 +25,6 @@ Rows = tuple[list[str], list[list[str]]]
 #: A text or a table.
 Part = str | Rows
 
-output_option = click.option(
-    '--output', default='results', metavar='DIR', help='Where results and pictures go.'
-)
-
 
 def markdown(rows: Rows) -> str:
     """Write a table for the documentation."""
@@ -89,12 +85,44 @@ def filled(text: str) -> str:
     )
 
 
-def write_json(folder: Path, name: str, results: Any) -> Path:
-    """Write results together with the machine that they come from."""
+def chosen_options() -> list[str]:
+    """Return the words of the current command for all options but their defaults, and the folder.
+
+    Outside of a command there are none.
+    """
+    context = click.get_current_context(silent=True)
+    if context is None:
+        return []
+    words = []
+    for option in context.command.params:
+        value = context.params.get(str(option.name))
+        is_default = value is None or value == option.get_default(context)
+        if is_default or option.name == 'output' or not isinstance(option, click.Option):
+            continue
+        values = value if isinstance(value, tuple | list) else [value]
+        for item in values:
+            words += [option.opts[0]] if option.is_flag else [option.opts[0], str(item)]
+    return words
+
+
+def write_json(folder: Path, name: str, results: Any, accelerated: bool = False) -> Path:
+    """Write results together with the machine and the options that they come from.
+
+    Args:
+        folder: The folder.
+        name: The name of the command.
+        results: The results.
+        accelerated: Whether they are from accelerators.
+    """
     path = folder / f'{name}.json'
-    text = json.dumps({'machine': machine(), 'results': results}, indent=1) + '\n'
+    stored = {
+        'machine': machine(),
+        'accelerated': accelerated,
+        'options': chosen_options(),
+        'results': results,
+    }
     with replacing(path) as new:
-        new.write_text(text)
+        new.write_text(json.dumps(stored, indent=1) + '\n')
     return path
 
 
@@ -113,22 +141,19 @@ class Section(NamedTuple):
     parts: Callable[[Any], Iterable[Part]]
     panels: Callable[[Any], Sequence[Curves | Bars]] = lambda results: []
 
-    def publish(self, results: Any, folder: Path, accelerated: bool | None = None) -> None:
+    def publish(self, results: Any, folder: Path, accelerated: bool = False) -> None:
         """Print results, and write them with their picture.
 
         Args:
             results: The results.
             folder: The folder for the files.
-            accelerated: Whether they are from accelerators; by default if there are some.
+            accelerated: Whether they are from accelerators.
         """
-        computer = machine()
-        if accelerated is None:
-            accelerated = bool(computer['gpus'])
-        click.echo(f'{describe(computer, accelerated)}\n')
+        click.echo(f'{describe(machine(), accelerated)}\n')
         for part in self.parts(results):
             text = filled(part) if isinstance(part, str) else table(*part)
             click.echo(f'{text}\n')
-        click.echo(write_json(folder, self.name, results))
+        click.echo(write_json(folder, self.name, results, accelerated))
         panels = self.panels(results)
         if panels:
             for path in draw(panels, folder / self.name):

@@ -32,7 +32,7 @@ def published(value: float | None) -> str:
     >>> published(95.862), published(20.3), published(None)
     ('95.862', '20.3', 'out of memory')
     """
-    return 'out of memory' if value is None else f'{value:g}'
+    return 'out of memory' if value is None else f'{value:.12g}'
 
 
 def devices_of(summary: dict[str, Any]) -> set[str]:

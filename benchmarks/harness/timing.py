@@ -21,7 +21,7 @@ def rounds_option(default: int) -> Decorator:
 
 def order_of_round(items: Sequence[Item], number: int) -> list[Item]:
     """Return the items in the order of a round: each is the first one in some round."""
-    first = number % len(items)
+    first = number % max(1, len(items))
     return [*items[first:], *items[:first]]
 
 

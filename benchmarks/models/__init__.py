@@ -1,7 +1,4 @@
-"""Models of the benchmarks. Models of the published tables are flat sequential modules with skips.
-
-Transformers are plain modules, with a function each that makes layers of them.
-"""
+"""Models of the published tables, as flat sequential modules with skips; and stacks of layers."""
 
 from benchmarks.models.amoebanetd import amoebanetd
 from benchmarks.models.resnet101 import resnet101

@@ -1,10 +1,13 @@
 """Stacks of equal cells, so that nothing but a schedule decides how well partitions do."""
 
 from collections.abc import Callable
+from statistics import median
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from benchmarks.harness.timing import time_in_turn
 
 
 class Stack(NamedTuple):
@@ -25,6 +28,12 @@ class Stack(NamedTuple):
         for _ in range(cells):
             result.append(nn.Sequential(*[self.layer() for _ in range(depth)]))
         return result
+
+    def layer_seconds(self) -> float:
+        """Return the median time of forward in a layer, of a micro-batch."""
+        layer, (x, _) = self.layer(), self.data(1)
+        (times,) = time_in_turn({0: lambda: layer(x)}, 20).values()
+        return median(times)
 
     def data(self, chunks: int) -> tuple[Tensor, Tensor]:
         """Return an input and a target of so many micro-batches, the same ones each time."""

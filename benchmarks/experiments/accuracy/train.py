@@ -66,7 +66,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Errors(NamedTuple):
-    """Shares in percent."""
+    """The mean loss, and shares of images in percent."""
 
     loss: float
     top1: float

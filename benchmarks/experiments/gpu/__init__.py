@@ -17,8 +17,8 @@ from tqdm import tqdm
 from benchmarks.experiments.gpu.page import GPU_PAGE, gpu_page, make_gpu_page
 from benchmarks.experiments.gpu.parts import Part, all_parts
 from benchmarks.harness.memory import first_line, is_exhaustion
-from benchmarks.harness.options import parse_devices
-from benchmarks.harness.report import machine, output_option, write_json
+from benchmarks.harness.options import output_option, parse_devices, scale_option
+from benchmarks.harness.report import machine, write_json
 from torchgpipe.base.devices import accelerator, current_device
 from torchgpipe.trainer.config import require
 from torchgpipe.trainer.files import output_folder, replacing
@@ -121,12 +121,7 @@ def _name(device: torch.device) -> str:
     metavar='D',
     help='One device. [default: the current accelerator]',
 )
-@click.option(
-    '--scale',
-    type=click.FloatRange(0, 1, min_open=True),
-    default=1.0,
-    help='Fraction of batches, images and layers, for a small machine.',
-)
+@scale_option
 @click.option(
     '--minutes',
     type=click.FloatRange(0, min_open=True),

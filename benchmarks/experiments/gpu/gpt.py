@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness.memory import peak_memory, unless_exhausted
-from benchmarks.harness.options import is_on_host
+from benchmarks.harness.options import equal_balance, is_on_host
 from benchmarks.harness.timing import check_losses, time_in_turn
 from torchgpipe import GPipe
 from torchgpipe.base.devices import memory_of
@@ -117,7 +117,7 @@ def _contenders(sizes: Sizes, device: torch.device) -> tuple[nn.Module, dict[str
         for mode in modes:
             pipeline = GPipe(
                 model,
-                _balance(len(model), stages),
+                equal_balance(len(model), stages),
                 devices=[device] * stages,
                 chunks=MICRO_BATCHES,
                 checkpoint=mode,
@@ -126,12 +126,6 @@ def _contenders(sizes: Sizes, device: torch.device) -> tuple[nn.Module, dict[str
             name = f'{schedule}, {partitions}' + (', always' if mode == 'always' else '')
             contenders[name] = partial(pipeline.step, x, y, _loss, schedule=order)
     return model, contenders
-
-
-def _balance(number: int, stages: int) -> list[int]:
-    """Return the number of layers of each partition, the first ones larger by one layer."""
-    size, rest = divmod(number, stages)
-    return [size + (stage < rest) for stage in range(stages)]
 
 
 def _loss(scores: Tensor, target: Tensor) -> Tensor:

@@ -208,7 +208,7 @@ def _cells(parts: dict[str, Any]) -> Section:
     yield '## Engine per cell'
     yield filled(
         'A cell is one linear layer of one micro-batch. The table has the µs of a cell in '
-        'a loop of plain PyTorch and by the engine, for forward and backward. With '
+        'a loop of plain PyTorch and by the engine; a column names its part of a step. With '
         "'always', the loop uses torch.utils.checkpoint. For small cells the host is the "
         'limit, which starts operations one after the other.'
     )

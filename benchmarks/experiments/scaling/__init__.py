@@ -23,8 +23,8 @@ from benchmarks.experiments.scaling.meshes import (
 )
 from benchmarks.experiments.scaling.tables import KINDS, panels, parts
 from benchmarks.experiments.scaling.worker import COUNTED, Answer, Counts, Worker
-from benchmarks.harness.options import choices_option, count_option
-from benchmarks.harness.report import Section, output_option
+from benchmarks.harness.options import choices_option, count_option, output_option
+from benchmarks.harness.report import Section, chosen_options
 from benchmarks.harness.timing import check_losses, order_of_round, quartiles, rounds_option
 from torchgpipe.base.devices import accelerator, accelerators
 from torchgpipe.trainer.config import require
@@ -274,7 +274,7 @@ def scaling(
             results['rows'] += [{'kind': kind, 'rounds': rounds, **row} for row in rows]
     for python in pythons:
         results['others'].append(_measured_by(python))
-    SECTION.publish(results, folder)
+    SECTION.publish(results, folder, device != 'cpu')
 
 
 def _is_suited(mesh: Mesh, kind: str) -> bool:
@@ -301,15 +301,12 @@ def _measured_by(python: str) -> dict[str, Any]:
     Raises:
         click.ClickException: It has failed there.
     """
-    arguments = []
-    for option in click.get_current_context().command.params:
-        value = click.get_current_context().params[str(option.name)]
-        if option.name in ('output', 'pythons'):
-            continue
-        for item in value if isinstance(value, tuple) else [value]:
-            arguments += [option.opts[0], str(item)]
+    words = chosen_options()
+    while '--python' in words:
+        place = words.index('--python')
+        del words[place : place + 2]
     with TemporaryDirectory() as folder:
-        command = [python, '-m', 'benchmarks', 'scaling', *arguments, '--output', folder]
+        command = [python, '-m', 'benchmarks', 'scaling', *words, '--output', folder]
         code = subprocess.run(command).returncode
         if code:
             raise click.ClickException(f'the command ended with code {code} by {python}')

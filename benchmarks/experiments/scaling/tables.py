@@ -1,6 +1,5 @@
 """The tables and the picture of results, and an explanation of their columns."""
 
-from statistics import median
 from typing import Any
 
 from benchmarks.experiments.scaling.meshes import TORCHGPIPE
@@ -35,6 +34,8 @@ have the same losses in all steps. The columns are:
 - sent: the bytes that a rank sends in a step along each axis. A collective counts as a ring.
 - bubble: the share of time in which a rank runs no layers, measured by torchgpipe.timeline. It
   ends before gradients are reduced.
+
+FSDP2 gathers a block in forward and backward of each micro-batch, and torchgpipe once in a step.
 
 Ratios are medians over rounds, with their quartiles, of contenders in the same processes. They
 were also measured in an environment of its own for each other release of PyTorch that has a row.
@@ -74,8 +75,10 @@ def describe_model(results: dict[str, Any]) -> str:
 
 
 def rows_of(results: dict[str, Any], kind: str) -> list[dict[str, Any]]:
-    """Return the rows of a kind of scaling, with one row for one process."""
+    """Return the rows of a kind of scaling, with one row of a model for one process."""
     rows = [row for row in results['rows'] if row['kind'] == kind]
+    if kind == 'small':  # Each number of processes has another model.
+        return rows
     return [row for k, row in enumerate(rows) if k == 0 or row['processes'] > 1]
 
 
@@ -177,29 +180,28 @@ def _ratio_cells(against: dict[str, Any]) -> list[str]:
 
 
 def panels(results: dict[str, Any]) -> list[Curves]:
-    """Return tokens per second by the number of processes: a panel for each kind of scaling."""
+    """Return speed-ups by the number of processes: a panel for each kind of scaling."""
     return [_panel(results, kind) for kind in kinds_of(results)]
 
 
 def _panel(results: dict[str, Any], kind: str) -> Curves:
     rows = [row for row in results['rows'] if row['kind'] == kind]
-    one = median(row['tokens_per_second'] for row in rows if row['processes'] == 1)
     sizes = sorted({row['processes'] for row in rows})
     most = max(sizes)
     cores = results['cores'] if results['device'] == 'cpu' else most
     ideal = 'ideal' if cores >= most else f'ideal on {cores} cores'
     curves: dict[str, tuple[list[int], list[float]]] = {
-        ideal: (sizes, [one * min(n, cores) for n in sizes])
+        ideal: (sizes, [min(n, cores) for n in sizes])
     }
     for name, (axis, shard) in CURVES.items():
-        xs, ys = [1], [one]
+        xs, ys = [1], [1.0]
         for row in sorted(rows, key=lambda row: row['processes']):
             is_on_axis = row['shard'] == shard and row[axis] == row['processes'] > 1
             if row['library'] == TORCHGPIPE and is_on_axis:
                 xs.append(row['processes'])
-                ys.append(row['tokens_per_second'])
+                ys.append(row['speed_up'])
         curves[name] = xs, ys
-    return Curves(f'processes, {kind} scaling', 'tokens/s', curves)
+    return Curves(f'processes, {kind} scaling', 'speed-up', curves)
 
 
 def parts(results: dict[str, Any]) -> list[Part]:

@@ -14,12 +14,18 @@ from tqdm import tqdm
 from benchmarks.experiments.schedules.contenders import CELLS, OTHERS, Stage, contenders
 from benchmarks.experiments.schedules.prediction import Prediction, predict
 from benchmarks.harness.charts import Bars, bar
-from benchmarks.harness.options import choices_option, distinct
-from benchmarks.harness.report import Part, Rows, Section, output_option
-from benchmarks.harness.timing import check_losses, one_thread, rounds_option, time_in_turn
+from benchmarks.harness.options import choices_option, distinct, output_option
+from benchmarks.harness.report import Part, Rows, Section
+from benchmarks.harness.timing import (
+    check_losses,
+    one_thread,
+    order_of_round,
+    rounds_option,
+)
 from benchmarks.models.stacks import STACKS, Stack
 from torchgpipe.schedule import NAMES
 from torchgpipe.trainer.files import output_folder
+from torchgpipe.trainer.launch import available_cores
 from torchgpipe.trainer.processes import Processes, is_available
 
 MEANING = """Times and ratios are medians over rounds. The columns are:
@@ -43,9 +49,7 @@ RECORDED = 3
 
 def depth_of(stack: Stack, milliseconds: float) -> int:
     """Return the layers of a cell, so that all cells of a device take so long in one thread."""
-    layer, (x, _) = stack.layer(), stack.data(1)
-    (times,) = time_in_turn({0: lambda: layer(x)}, 20).values()
-    return max(1, math.ceil(milliseconds / 1e3 / CELLS / median(times)))
+    return max(1, math.ceil(milliseconds / 1e3 / CELLS / stack.layer_seconds()))
 
 
 def measure(stack: str, depth: int, n: int, m: int, rounds: int) -> dict[str, Any]:
@@ -62,8 +66,10 @@ def measure(stack: str, depth: int, n: int, m: int, rounds: int) -> dict[str, An
         by_name = contenders(cells, STACKS[stack].data(m), n, m, processes)
         check_losses({name: contender.run().loss for name, contender in by_name.items()})
 
-        for _ in tqdm(range(rounds), desc=f'{stack}, {m} micro-batches', leave=False):
-            runs.append({name: contender.run().seconds for name, contender in by_name.items()})
+        for k in tqdm(range(rounds), desc=f'{stack}, {m} micro-batches', leave=False):
+            runs.append({})
+            for name in order_of_round([*by_name], k):
+                runs[-1][name] = by_name[name].run().seconds
             torch.set_num_threads(1)
             predictions.append(predict(cells, micro_batch, n, m))
 
@@ -92,12 +98,13 @@ def _row(
     name: str, runs: Sequence[dict[str, float]], peak: int, ideal: float, n: int
 ) -> dict[str, Any]:
     speed_up = median(run['in sequence'] / run[name] for run in runs)
-    cores = 1 if 'one worker' in name or name == 'in sequence' else n
+    workers = 1 if 'one worker' in name or name == 'in sequence' else n
+    cores = min(workers, len(available_cores()))
     return {
         'name': name,
         'seconds': median(run[name] for run in runs),
         'speed_up': speed_up,
-        'share': speed_up / ideal if cores == n else None,
+        'share': speed_up / ideal if workers == n else None,
         'idle': 1 - speed_up / cores,
         'peak': peak,
     }

@@ -118,7 +118,7 @@ def classes(
 def class_rows(cases: list[dict[str, Any]], with_loss: bool = False) -> Rows:
     """Return a row for each number of classes and each model."""
     loss = ['loss alone'] if with_loss else []
-    header = ['classes', '', 'ms per step', 'times plain', *MEMORY, *loss, 'largest difference']
+    header = ['classes', '', 'ms per step', 'time / plain', *MEMORY, *loss, 'largest difference']
     rows = []
     for case in cases:
         plain = case['rows'][0]

@@ -21,8 +21,15 @@ from tqdm import tqdm
 
 from benchmarks.harness.charts import Curves
 from benchmarks.harness.memory import peak_memory, size_of_partition
-from benchmarks.harness.options import Decorator, all_options, distinct
-from benchmarks.harness.report import Rows, Section, output_option
+from benchmarks.harness.options import (
+    Decorator,
+    all_options,
+    count_option,
+    distinct,
+    output_option,
+)
+from benchmarks.harness.report import Rows, Section
+from benchmarks.harness.timing import order_of_round
 from torchgpipe.base.devices import CPU
 from torchgpipe.trainer.files import output_folder
 from torchgpipe.trainer.processes import Interval, Processes, seconds
@@ -119,9 +126,9 @@ def side_by_side(
         for n in numbers:
             groups[f'sharded over {n}'] = stack.enter_context(Processes(n, make, options, True))
         runs: dict[str, list[list[Step]]] = {name: [] for name in groups}
-        for _ in tqdm(range(steps), desc=name, unit='step', leave=False):
-            for group, processes in groups.items():
-                runs[group].append(processes.call('step'))
+        for k in tqdm(range(steps), desc=name, unit='step', leave=False):
+            for group in order_of_round([*groups], k):
+                runs[group].append(groups[group].call('step'))
         figures = {group: processes.call('figures') for group, processes in groups.items()}
     rows = [_row(group, runs[group], figures[group]) for group in groups]
     for row in rows:
@@ -143,7 +150,12 @@ def _row(
             )
         losses.append(on_ranks[0])
         times.append(seconds(step.span for step in ranks))
-    return {'name': name, 'losses': losses, 'seconds': median(times), 'ranks': [*figures]}
+    return {
+        'name': name,
+        'losses': losses,
+        'seconds': median(times[1:] or times),
+        'ranks': [*figures],
+    }
 
 
 def _difference(row: dict[str, Any], expected: Sequence[float], tolerance: float) -> float:
@@ -178,12 +190,8 @@ def sharding_options(steps: int, processes: tuple[int, ...] = (1, 2, 4)) -> Deco
                 callback=distinct,
                 help='How many share the model; may be given several times.',
             ),
-            click.option(
-                '--steps',
-                type=click.IntRange(1),
-                default=steps,
-                show_default=True,
-                help='Steps that all take, in turn.',
+            count_option(
+                '--steps', steps, 'Steps that all take, in turn; the first is not timed.'
             ),
             output_option,
         ]

@@ -21,10 +21,9 @@ from benchmarks.experiments.sharded.models import (
     sharded_gpt,
 )
 from benchmarks.harness.memory import peak_memory
+from torchgpipe.base.devices import CPU
 from torchgpipe.shard.nn.functional import parallel_cross_entropy
 from torchgpipe.trainer.gpt import GPT, Sizes
-
-CPU = torch.device('cpu')
 
 
 class Classes(NamedTuple):

@@ -57,7 +57,8 @@ MEANING = (
     '--output',
     default='results',
     metavar='DIR',
-    help='Where the JSON file goes; what it has of other models stays.',
+    help='The folder of the JSON file. Its rows of other models stay, but not those of another '
+    'version of the library.',
 )
 def zoo(
     libraries: tuple[str, ...],
@@ -82,18 +83,23 @@ def zoo(
         names = LIBRARIES[library].names()
         available += names
         preloaded += LIBRARIES[library].modules
+        if results['libraries'].get(library, {}).get('version') != version:
+            results['rows'][library] = {}
         results['libraries'][library] = {'version': version, 'models': len(names)}
     _check_names(models, available)
 
     multiprocessing.get_context(METHOD).set_forkserver_preload(preloaded)
     for library in libraries:
-        rows = results['rows'].setdefault(library, {})
+        rows = results['rows'][library]
         bar = tqdm(LIBRARIES[library].names(), desc=library, unit='model', leave=False)
         for name in bar:
             is_chosen = name in models or not models
             if is_chosen and not (missing and name in rows):
                 bar.set_postfix_str(name)
-                rows[name] = in_process(LIBRARIES[library].case, name, train, patience)
+                row = in_process(LIBRARIES[library].case, name, train, patience)
+                if not train and 'training' in rows.get(name, {}):
+                    row['training'] = rows[name]['training']
+                rows[name] = row
                 write_json(folder, 'zoo', results)
     SECTION.publish(results, folder)
 
@@ -173,6 +179,8 @@ def _parts(results: dict[str, Any]) -> list[Part]:
     """Return the number of converted models, and a table of each library."""
     parts: list[Part] = [MEANING]
     for library, rows in results['rows'].items():
+        if not rows:
+            continue
         about = results['libraries'][library]
         text = f'{library} {about["version"]}, {len(rows)} of {about["models"]} models: '
         parts += [text + _summary([*rows.values()]), _table(rows)]

@@ -37,9 +37,14 @@ class Case(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The result of a conversion: layers, and the lines that it took, with the leaves in them.
+    """The result of a conversion.
 
-    The case is another one where a line says so.
+    Attributes:
+        case: The case, as a line has changed it.
+        layers: The layers.
+        lines: The lines that errors named.
+        leaves: The leaves in these lines.
+        seconds: The time of the last conversion.
     """
 
     case: Case

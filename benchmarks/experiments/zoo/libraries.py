@@ -41,7 +41,7 @@ _LEAST = {
 MODELS: dict[str, Any] = json.loads(Path(__file__).with_name('models.json').read_text())
 
 
-def case(name: str) -> Case:
+def _transformers(name: str) -> Case:
     """Make a model by the name of its class."""
     import transformers
 
@@ -118,8 +118,9 @@ class Library(NamedTuple):
     """Models of a library.
 
     Attributes:
-        modules: Modules to import, the library itself first. names: Lists models. case: Makes one
-        by its name.
+        modules: Modules to import, the library itself first.
+        names: Returns the names of models.
+        case: Returns a model by its name.
     """
 
     modules: Sequence[str]
@@ -179,6 +180,6 @@ LIBRARIES = {
     'transformers': Library(
         ['transformers', 'transformers.modeling_utils'],
         lambda: [*MODELS['transformers']],
-        case,
+        _transformers,
     ),
 }

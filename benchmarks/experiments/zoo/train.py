@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.experiments.zoo.convert import Case
+from benchmarks.harness.options import equal_balance
 from torchgpipe import GPipe
 from torchgpipe.base.distance import distance, typical_size
 from torchgpipe.base.structure import call, flatten_nested, leaves_of
@@ -56,13 +57,13 @@ def differences(case: Case, leaves: Sequence[str]) -> dict[str, float]:
         for schedule in SCHEDULES:
             _reset(model, start)
             devices = [f'cpu:{j}' for j in range(n)]
-            balance = _balance(len(layers), n)
+            balance = equal_balance(len(layers), n)
             pipeline = GPipe(layers, balance, chunks=CHUNKS, devices=devices)
             _steps(model, partial(_by_pipeline, pipeline, schedule), samples)
             actual = _results(model, original_names(pipeline.state_dict()))
-            result[f'{n} partitions, {schedule}'] = max(
-                distance(actual[name], x, typical) for name, x in expected.items()
-            )
+            distances = [distance(actual[name], x, typical) for name, x in expected.items()]
+            # Unlike Python's, this maximum is NaN if a distance is.
+            result[f'{n} partitions, {schedule}'] = torch.tensor(distances).max().item()
     return result
 
 
@@ -73,11 +74,6 @@ def _small_enough(case: Case) -> Callable[[int], Any]:
     except Exception:
         return case.sample
     return case.small
-
-
-def _balance(layers: int, n: int) -> list[int]:
-    ends = [layers * j // n for j in range(n + 1)]
-    return [end - begin for begin, end in zip(ends, ends[1:])]
 
 
 def _steps(model: nn.Module, backward: Callable[[Any], object], samples: Sequence[Any]) -> None:

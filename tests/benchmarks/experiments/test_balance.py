@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from benchmarks.experiments import balance
+from benchmarks.harness.options import load
 from tests.clock import Timed
 from tests.marks import modes
 
@@ -27,6 +28,19 @@ def test_balance(run, tmp_path, monkeypatch, clock):
     )
     code, _, err = run('balance', '--device', 'cuda:99')
     assert code == 1 and '--device cuda:99' in err and err.count('\n') == 1
+
+
+@pytest.mark.sim
+def test_partitions_on_an_accelerator_take_as_long_as_on_the_cpu(monkeypatch, clock):
+    """Backward runs in another thread there."""
+    monkeypatch.setattr(balance, 'time', clock)
+    layers = [Timed(clock, lambda number: 1, lambda number: 2) for _ in range(4)]
+    model, sample = nn.Sequential(*layers), torch.rand(32, 1)
+    on_cpu, on_accelerator = (
+        balance.measure(model, sample, [1, 3], 'except_last', device)
+        for device in ('cpu', load()[0])
+    )
+    assert on_accelerator == on_cpu and on_cpu[0] < on_cpu[1]
 
 
 @modes

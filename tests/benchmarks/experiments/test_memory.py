@@ -1,11 +1,13 @@
 """Peaks of partitions in a shared memory: each counts the tensors that it would have on its own
 device."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.experiments.memory import peaks_by_partition
+from benchmarks.experiments.memory import peaks_by_partition, train_keeping_gradients
 from tests.benchmarks import tiny
 from tests.devices import places
 from torchgpipe import GPipe
@@ -66,6 +68,27 @@ def test_the_output_of_a_partition_counts_for_the_next_one(letters):
     found = peaks_by_partition(list(gpipe.partitions), lambda turns: gpipe(x))
     # 4 rows of a MiB each in the first, while it runs; all 8 are kept by the second.
     assert 4 * MIB <= found[0] < 4.01 * MIB and 8 * MIB <= found[1] < 8.1 * MIB
+
+
+@pytest.mark.parametrize('letter', ['c', pytest.param('a', marks=pytest.mark.accelerator)])
+def test_gradients_of_the_loss_count_for_the_last_partition(letter):
+    """Backward runs in another thread on an accelerator, where the first partition was last."""
+    gpipe = GPipe(
+        nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], devices=2 * places(letter)
+    )
+    x = torch.rand(1, 1).to(gpipe.devices[0])
+    job = SimpleNamespace(
+        partitions=list(gpipe.partitions),
+        optimizers=[],
+        forward=lambda: gpipe(x).repeat(1, MIB // 4).exp().sin().sum(),
+    )
+
+    def steps(turns):
+        for _ in range(2):
+            train_keeping_gradients(job, turns)
+
+    first, last = peaks_by_partition(job.partitions, steps).values()
+    assert first < 1000 and last >= 3 * MIB
 
 
 @pytest.mark.slow

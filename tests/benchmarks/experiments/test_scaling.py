@@ -399,9 +399,9 @@ def test_tables_by_hand():
         ],
     )
     (panel,) = panels(results_by_hand())
-    assert panel.curves['ideal on 2 cores'] == ([1, 2, 4], [100, 200, 200])
-    assert panel.curves['tensor'] == ([1, 4], [100, 200])
-    assert panel.curves['pipe'] == ([1], [100])
+    assert panel.curves['ideal on 2 cores'] == ([1, 2, 4], [1, 2, 2])
+    assert panel.curves['tensor'] == ([1, 4], [1, 1.5])
+    assert panel.curves['pipe'] == ([1], [1])
 
 
 def test_parts_by_hand():

@@ -107,6 +107,26 @@ def test_each_model_has_a_row(run, tmp_path, library, monkeypatch):
     assert run(*command, '--missing')[:2] == (0, out)
 
 
+def test_earlier_results_of_the_same_version_stay(run, tmp_path, library, monkeypatch):
+    def convert(case, name, train, patience):
+        row = {'layers': 1, 'skips': 0, 'lines': [], 'seconds': 0.1, 'largest': None}
+        return {**row, 'training': {'2 partitions': 1e-12}} if train else row
+
+    monkeypatch.setattr(zoo, 'in_process', convert)
+    path = tmp_path / 'zoo.json'
+    words = 'zoo', '--library', 'timm', '--output', tmp_path
+    assert run(*words, '--train')[0] == run(*words, '--model', 'Gated')[0] == 0
+    stored = json.loads(path.read_text())
+    rows = stored['results']['rows']['timm']
+    assert [*rows] == [*MODELS] and all('training' in row for row in rows.values())
+
+    stored['results']['libraries']['timm']['version'] = 'older'
+    path.write_text(json.dumps(stored))
+    assert run(*words, '--model', 'Gated')[0] == 0
+    rows = json.loads(path.read_text())['results']['rows']['timm']
+    assert [*rows] == ['Gated'] and 'training' not in rows['Gated']
+
+
 def test_training_sees_random_numbers_that_a_pipeline_draws_in_another_order():
     case = make('Normalized')
     assert max(differences(case, []).values()) > 1e-6

@@ -72,6 +72,13 @@ def test_a_published_table(tmp_path, capsys, monkeypatch):
     assert page._prediction('nothing') == []
 
 
+def test_a_prediction_refuses_options_of_a_training(run):
+    for words in (['--dtype', 'float64'], ['--compile'], ['--schedule', '1f1b']):
+        code, out, error = run('resnet101-speed', '--predict', *words)
+        assert code == 2 and not out and error.count('\n') == 1
+        assert f'{words[0]} is for a training, without --predict' in error
+
+
 def test_ratios_are_medians_over_profiles_of_the_baseline(tmp_path, monkeypatch):
     samples = []
     overheads = iter([9.0, 0.0, 0.5, 1.0, 0.0])

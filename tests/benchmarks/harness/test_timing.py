@@ -17,6 +17,10 @@ def test_each_contender_is_the_first_one_in_some_round():
     assert [order_of_round('abc', k) for k in range(4)] == [[*'abc'], [*'bca'], [*'cab'], [*'abc']]
 
 
+def test_no_contender_has_no_times():
+    assert time_in_turn({}, 2) == {}
+
+
 def test_times_do_not_include_the_preparation(monkeypatch, clock):
     calls = []
 
