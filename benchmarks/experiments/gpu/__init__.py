@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.experiments.gpu.page import GPU_PAGE, gpu_page, make_gpu_page
-from benchmarks.experiments.gpu.parts import Part, all_parts
+from benchmarks.experiments.gpu.parts import Measurement, all_parts
 from benchmarks.harness.memory import first_line, is_exhaustion
 from benchmarks.harness.options import output_option, parse_devices, scale_option
 from benchmarks.harness.report import machine, write_json
@@ -193,7 +193,7 @@ def _device(devices: Sequence[torch.device]) -> torch.device:
     return device
 
 
-def _measure(part: Part, device: torch.device, scale: float, results: Results) -> None:
+def _measure(part: Measurement, device: torch.device, scale: float, results: Results) -> None:
     """Measure, and write the result. A failure does not stop later measurements."""
     try:
         results.add(part.name, part.measure(device, scale))

@@ -129,9 +129,6 @@ MICRO_BATCHES = 16
 #: PyTorch's default.
 TF32 = 'Convolutions use TF32 on GPUs that have it, matrix products do not.'
 
-#: Sections, by the results that they have.
-Section = Iterator[Part]
-
 
 def make_gpu_page() -> str:
     """Return the page of the documentation, from the stored results."""
@@ -184,7 +181,7 @@ def _written(parts: Iterable[Part]) -> list[str]:
     return [f'{written(part)}\n' for part in parts]
 
 
-def _tests(parts: dict[str, Any]) -> Section:
+def _tests(parts: dict[str, Any]) -> Iterator[Part]:
     tests = parts.get('tests')
     if not tests or 'failure' in tests:
         return
@@ -200,7 +197,7 @@ def _tests(parts: dict[str, Any]) -> Section:
         yield '\n'.join(f'- failed: `{name}`' for name in tests['names'])
 
 
-def _cells(parts: dict[str, Any]) -> Section:
+def _cells(parts: dict[str, Any]) -> Iterator[Part]:
     cells = [parts.get(name, {}) for name in ('small cells', 'large cells')]
     cells = [part for part in cells if 'us_per_cell' in part]
     if not cells:
@@ -221,7 +218,7 @@ def _cells(parts: dict[str, Any]) -> Section:
     yield ['loop → engine, µs', *cells[0]['us_per_cell']], rows
 
 
-def _gpt(parts: dict[str, Any]) -> Section:
+def _gpt(parts: dict[str, Any]) -> Iterator[Part]:
     part = parts.get('GPT', {})
     if 'rows' not in part:
         return
@@ -252,7 +249,7 @@ def _gpt(parts: dict[str, Any]) -> Section:
     yield ['step', 'ms', 'relative to plain PyTorch', 'peak, MiB'], rows
 
 
-def _memory(experiment: Experiment, parts: dict[str, Any]) -> Section:
+def _memory(experiment: Experiment, parts: dict[str, Any]) -> Iterator[Part]:
     rows = []
     for setting in experiment.settings:
         part = parts.get(f'{experiment.name} {setting.name}')
@@ -295,7 +292,7 @@ def _memory(experiment: Experiment, parts: dict[str, Any]) -> Section:
     )
 
 
-def _resnet(parts: dict[str, Any]) -> Section:
+def _resnet(parts: dict[str, Any]) -> Iterator[Part]:
     part = parts.get('ResNet-101', {})
     if 'rows' not in part:
         return
@@ -322,7 +319,7 @@ def _resnet(parts: dict[str, Any]) -> Section:
     yield ['setting', 'batch', 'samples/s', 'ratio', 'published ratio'], rows
 
 
-def _machine(parts: dict[str, Any]) -> Section:
+def _machine(parts: dict[str, Any]) -> Iterator[Part]:
     part = parts.get('machine', {})
     if 'machine' not in part:
         return
@@ -330,7 +327,7 @@ def _machine(parts: dict[str, Any]) -> Section:
     yield from machine_parts(part)
 
 
-def _failures(parts: dict[str, Any]) -> Section:
+def _failures(parts: dict[str, Any]) -> Iterator[Part]:
     lines = []
     for name, part in parts.items():
         if 'failure' in part:
@@ -342,7 +339,7 @@ def _failures(parts: dict[str, Any]) -> Section:
         yield '\n'.join(lines)
 
 
-def _orders(results: dict[str, Any]) -> Section:
+def _orders(results: dict[str, Any]) -> Iterator[Part]:
     """Yield a measurement of schedules on an H100, beside predictions."""
     yield '### Schedules with all partitions on the device, version 0.21'
     yield (

@@ -52,7 +52,7 @@ RESNET = ('baseline', 'pipeline-1')
 ROUNDS = 7
 
 
-class Part(NamedTuple):
+class Measurement(NamedTuple):
     """A measurement.
 
     Attributes:
@@ -64,14 +64,14 @@ class Part(NamedTuple):
     measure: Callable[[torch.device, float], dict[str, Any]]
 
 
-def all_parts() -> list[Part]:
+def all_parts() -> list[Measurement]:
     """Return all measurements, in their order."""
     return [
-        Part('machine', _machine),
-        Part('tests', _tests),
-        *(Part(name, _cells(*size)) for name, size in CELLS.items()),
-        Part('GPT', _gpt),
-        Part('ResNet-101', _resnet),
+        Measurement('machine', _machine),
+        Measurement('tests', _tests),
+        *(Measurement(name, _cells(*size)) for name, size in CELLS.items()),
+        Measurement('GPT', _gpt),
+        Measurement('ResNet-101', _resnet),
         *_memories(EXPERIMENTS['amoebanetd-memory']),
         *_memories(EXPERIMENTS['unet-memory']),
     ]
@@ -111,10 +111,10 @@ def _gpt(device: torch.device, scale: float) -> dict[str, Any]:
     return compare(sizes, device, ROUNDS)
 
 
-def _memories(experiment: Experiment) -> Iterator[Part]:
+def _memories(experiment: Experiment) -> Iterator[Measurement]:
     """Yield the lines of a table of memory, with all partitions on the one device."""
     for setting in experiment.settings:
-        yield Part(f'{experiment.name} {setting.name}', _memory(experiment, setting))
+        yield Measurement(f'{experiment.name} {setting.name}', _memory(experiment, setting))
 
 
 def _memory(

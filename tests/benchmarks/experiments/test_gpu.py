@@ -29,7 +29,7 @@ def measured(monkeypatch):
             names.append(name)
             return act()
 
-        return parts.Part(name, measure)
+        return parts.Measurement(name, measure)
 
     def stop():
         raise Stopped
@@ -128,7 +128,9 @@ def test_a_part_that_is_named_is_measured_again(run, tmp_path, monkeypatch):
     monkeypatch.setattr(
         'benchmarks.experiments.gpu.all_parts',
         lambda: [
-            parts.Part('tests', lambda device, scale: {'status': f'not run {next(numbers)}'})
+            parts.Measurement(
+                'tests', lambda device, scale: {'status': f'not run {next(numbers)}'}
+            )
         ],
     )
     for words, expected in ((), 0), ((), 0), (('--part', 'tests'), 1):
