@@ -413,7 +413,7 @@ For steps of 2²² tokens on H100 as measured, with Adam of mixed precision. MFU
 
 @click.command()
 def plans() -> None:
-    """Compare plans with published trainings, and write docs/plans.md: some minutes."""
+    """Compare plans with published trainings, and write docs/plans.md: half an hour."""
     machines = fitted_machines()
     selective = [training for training in KORTHIKANTI if 'selective' in training.name]
     places = place_rows([*selective, *NARAYANAN, *MEGATRON_CORE], machines)
