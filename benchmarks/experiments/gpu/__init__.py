@@ -7,6 +7,7 @@ import gc
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from tqdm import tqdm
 
 from benchmarks.experiments.gpu.page import GPU_PAGE, gpu_page, make_gpu_page
 from benchmarks.experiments.gpu.parts import Measurement, all_parts
-from benchmarks.harness.memory import first_line, is_exhaustion
-from benchmarks.harness.options import output_option, parse_devices, scale_option
+from benchmarks.harness.memory import first_line, is_exhaustion, memory_limit
+from benchmarks.harness.options import is_on_host, output_option, parse_devices, scale_option
 from benchmarks.harness.report import machine, write_json
 from torchgpipe.base.devices import accelerator, current_device
 from torchgpipe.trainer.config import require
@@ -196,7 +197,10 @@ def _device(devices: Sequence[torch.device]) -> torch.device:
 def _measure(part: Measurement, device: torch.device, scale: float, results: Results) -> None:
     """Measure, and write the result. A failure does not stop later measurements."""
     try:
-        results.add(part.name, part.measure(device, scale))
+        # The host's allocator does not fail before the system ends the process.
+        with memory_limit() if is_on_host(device) else nullcontext():
+            result = part.measure(device, scale)
+        results.add(part.name, result)
     except Exception as error:
         reason = first_line(error)
         if is_exhaustion(error):

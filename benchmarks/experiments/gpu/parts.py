@@ -17,7 +17,7 @@ from benchmarks.experiments.memory import train_keeping_gradients
 from benchmarks.experiments.overhead import measure, ratios
 from benchmarks.harness.experiment import Experiment, Setting
 from benchmarks.harness.job import COPIES, Job, parameters_of
-from benchmarks.harness.memory import peak_memory, unless_exhausted
+from benchmarks.harness.memory import free_memory, peak_memory, unless_exhausted
 from benchmarks.harness.options import Options, is_on_host, is_simulated
 from benchmarks.harness.published import EXPERIMENTS
 from benchmarks.harness.timing import time_in_turn
@@ -125,7 +125,7 @@ def _memory(
         number = parameters_of(setting)
         need = 4 * number * COPIES[experiment.optimizer]
         room = _room(device)
-        if room is not None and need > room:
+        if need > room:
             return {'parameters': number, 'status': 'does not fit', 'model': need, 'room': room}
 
         def measured() -> dict[str, Any]:
@@ -167,10 +167,10 @@ def _options(setting: Setting, device: torch.device, scale: float) -> Options:
     )
 
 
-def _room(device: torch.device) -> int | None:
-    """Return the bytes of a device, or ``None`` for memory of the host."""
+def _room(device: torch.device) -> int:
+    """Return the free bytes of a device."""
     if is_on_host(device):
-        return None
+        return free_memory()
     free, _ = torch.get_device_module(device).mem_get_info(device)
     size: int = free
     return size

@@ -1,6 +1,7 @@
 """Measurements on one device: results that grow, failures, and the page."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -84,6 +85,19 @@ def test_a_failure_does_not_stop_later_measurements_and_is_measured_again(run, t
     measured('', '', '')
     assert run('gpu', '--devices', 'cpu', '--output', tmp_path)[0] == 0
     assert names == ['part 0', 'part 1', 'part 2', 'part 0']
+
+
+def test_the_memory_of_the_host_is_a_limit(run, tmp_path, measured, monkeypatch):
+    @contextmanager
+    def nothing_is_free():
+        raise MemoryError('no byte is free')
+        yield
+
+    monkeypatch.setattr('benchmarks.experiments.gpu.memory_limit', nothing_is_free)
+    names = measured('')
+    assert run('gpu', '--devices', 'cpu', '--output', tmp_path)[0] == 0 and names == []
+    reason = {'status': 'out of memory', 'reason': 'no byte is free'}
+    assert results_of(tmp_path) == {'part 0': reason}
 
 
 def test_nothing_is_started_after_the_minutes(run, tmp_path, measured):
