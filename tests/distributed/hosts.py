@@ -11,6 +11,9 @@ from benchmarks.harness.hosts import INTERFACE
 
 ROOT = Path(__file__).parents[2]
 
+#: Seconds until a test gives up. A machine that others keep busy may take long.
+PATIENCE = 200
+
 
 @contextmanager
 def ranks(network, folder, program, *args):
@@ -42,21 +45,19 @@ def ranks(network, folder, program, *args):
             process.wait()
 
 
-def wait_for(files, seconds):
+def wait_for(files):
     """Wait until files are there."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while not all(file.exists() for file in files):
         assert time.monotonic() < deadline, [str(file) for file in files if not file.exists()]
         time.sleep(0.02)
 
 
-def ends(processes, seconds):
-    """Return after how many seconds each process has ended, and its status."""
-    start = time.monotonic()
-    result = {}
-    while len(result) < len(processes) and time.monotonic() < start + seconds:
-        for rank, process in enumerate(processes):
-            if rank not in result and process.poll() is not None:
-                result[rank] = time.monotonic() - start, process.returncode
+def ends(processes):
+    """Return the status of each process, which is ``None`` of one that does not end."""
+    deadline = time.monotonic() + PATIENCE
+    statuses = [None] * len(processes)
+    while None in statuses and time.monotonic() < deadline:
+        statuses = [process.poll() for process in processes]
         time.sleep(0.02)
-    return result
+    return statuses

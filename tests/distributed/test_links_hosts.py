@@ -40,32 +40,32 @@ def test_both_sides_of_a_cut_link_end_and_name_the_ranks_of_the_other_host(
 ):
     """The first host also has the store."""
     with ranks(network, tmp_path, PROGRAM, UNREACHABLE, 10**9, 0) as processes:
-        wait_for([tmp_path / f'{rank}.runs' for rank in range(4)], 60)
+        wait_for([tmp_path / f'{rank}.runs' for rank in range(4)])
         time.sleep(random.uniform(0, 0.5))
         network.cut(host)
-        result = ends(processes, UNREACHABLE + 40)
+        statuses = ends(processes)
     for rank in range(4):
         output = (tmp_path / f'{rank}.txt').read_text()
-        assert rank in result and result[rank][1] != 0, (rank, output)
+        assert statuses[rank], (rank, output)
         lost = ', '.join(NAMES[1 - rank // 2])
         assert f'as {lost} cannot be reached: their host 10.77.0.' in output, (rank, output)
 
 
 def test_a_host_whose_processes_are_killed_is_named(network, tmp_path):
     with ranks(network, tmp_path, PROGRAM, UNREACHABLE, 10**9, 0) as processes:
-        wait_for([tmp_path / f'{rank}.runs' for rank in range(4)], 60)
+        wait_for([tmp_path / f'{rank}.runs' for rank in range(4)])
         for process in processes[2:]:
             process.send_signal(signal.SIGKILL)
-        result = ends(processes, 40)
+        statuses = ends(processes)
     for rank in (0, 1):
         output = (tmp_path / f'{rank}.txt').read_text()
-        assert rank in result and result[rank][1] != 0, (rank, output)
+        assert statuses[rank], (rank, output)
         assert any(f'{name} is gone' in output for name in NAMES[1]), (rank, output)
 
 
 def test_a_layer_that_holds_pythons_lock_for_longer_is_not_a_lost_host(network, tmp_path):
     with ranks(network, tmp_path, PROGRAM, UNREACHABLE, 8, 2 * UNREACHABLE) as processes:
-        result = ends(processes, 60)
+        statuses = ends(processes)
     for rank in range(4):
-        assert result.get(rank, (0, None))[1] == 0, (tmp_path / f'{rank}.txt').read_text()
+        assert statuses[rank] == 0, (tmp_path / f'{rank}.txt').read_text()
         assert (tmp_path / f'{rank}.done').exists()

@@ -177,7 +177,7 @@ def compared(settings):
 
 
 NUMBER = 50
-# A dry run takes seconds, and a test that takes 300 ends its worker.
+# A dry run takes seconds, and a test that takes too long ends its worker.
 PARTS = 5
 
 

@@ -57,7 +57,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
     while b'step     2' not in process.stdout.readline():
         assert process.poll() is None
     process.kill()
-    process.communicate(timeout=60)  # until no rank can write any more
+    process.communicate(timeout=200)  # until no rank can write any more
 
 
 def serves(pid):

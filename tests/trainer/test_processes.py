@@ -144,7 +144,7 @@ def test_none_is_left_when_the_command_is_stopped(tmp_path, number, code, last):
     else:
         process.send_signal(number)
     # It ends when no process has these pipes any more.
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == code and err.endswith(last) and 'Traceback' not in err
 
 
@@ -173,6 +173,6 @@ def test_none_is_left_after_an_interrupt_at_the_start():
         cwd=PAGE.parents[1],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
     )
     assert process.returncode and 'KeyboardInterrupt' in process.stderr
