@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -133,6 +134,9 @@ def test_a_pipeline_by_such_a_plan():
     model = nn.Sequential(*[Block() for _ in range(4)])
     x = torch.rand(8, 8, 32)
     costs = profile(model, x, device='cpu', timeout=0)
+    # The times of all blocks are those of one, so two stages of two blocks are the fastest.
+    layers = [replace(costs.layers[0], name=layer.name) for layer in costs.layers]
+    costs = replace(costs, layers=tuple(layers))
     options = {'devices': ['cpu:0', 'cpu:1'], 'schedules': ['1f1b'], 'chunks': [4], 'virtual': 1}
     most = plan(costs, checkpoints=['never'], **options).bytes['cpu:0']
     least = plan(costs, checkpoints=['always'], **options).bytes['cpu:0']
